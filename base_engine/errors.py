@@ -4,7 +4,8 @@ EngineError
 ├── PromptTooLong     prompt (plus what must be generated) can never fit
 ├── QueueFull         too many requests are waiting; carries `retry_after` seconds
 ├── EngineStopped     the engine is shutting down or has failed
-└── StepFailed        the forward pass this request was in raised
+├── StepFailed        the forward pass this request was in raised
+└── ModelUnsupported  the base model cannot be served exactly
 """
 
 from __future__ import annotations
@@ -32,3 +33,7 @@ class EngineStopped(EngineError):
 
 class StepFailed(EngineError):
     """A step raised; the requests that were in it end with this error."""
+
+
+class ModelUnsupported(EngineError):
+    """The model would not be computed exactly, so it is not served."""

@@ -1,0 +1,246 @@
+"""Which tokens go into the next step: admission, chunked prefill, preemption, the end."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from adapters.errors import AdapterUnavailable
+from adapters.pool import AdapterPool
+from base_engine.blocks import BlockPool
+from base_engine.config import EngineConfig
+from base_engine.request import FinishReason, TokenEvent
+from base_engine.sampler import Sampled
+from base_engine.sequence import Chunk, Sequence
+
+
+class Ended(NamedTuple):
+    """A sequence that ended without a token, and why."""
+
+    sequence: Sequence
+    error: Exception
+
+
+class Plan(NamedTuple):
+    """One scheduling decision: the step's chunks, and the sequences that could not go on."""
+
+    chunks: list[Chunk]
+    ended: list[Ended]
+
+
+class Scheduler:
+    """Decides, before each forward pass, who is in it.
+
+    Running sequences come first: one token for each that decodes, then prefill chunks, within
+    `step_tokens`. Waiting ones are admitted in order of arrival when their adapter is resident
+    and KV blocks for all their tokens are free; one that cannot be admitted does not hold back
+    those behind it, except that one waiting for room (KV blocks or adapter pages) is passed at
+    most `patience` times: then nothing is admitted past it until it runs, so the running ones
+    drain and it is never starved. Waiting for an adapter that is still being read from disk does
+    not count, for no amount of holding back makes the disk faster. When KV blocks run out, the
+    sequence that arrived last goes back to waiting and is computed again later.
+    """
+
+    def __init__(
+        self, config: EngineConfig, blocks: BlockPool, adapters: AdapterPool, eos_ids: frozenset[int]
+    ) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.adapters = adapters
+        self.eos_ids = eos_ids
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._by_id: dict[str, Sequence] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence; its adapter begins to load at once."""
+        self._by_id[sequence.request.request_id] = sequence
+        insort(self.waiting, sequence, key=_arrival)
+        if sequence.request.adapter is not None:
+            self.adapters.prefetch(sequence.request.adapter)
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """Drop a sequence wherever it is; None if it has already ended."""
+        sequence = self._by_id.get(request_id)
+        if sequence is not None:
+            self._remove(sequence)
+        return sequence
+
+    def abort_all(self) -> list[Sequence]:
+        """Drop every sequence; returns them."""
+        sequences = list(self._by_id.values())
+        for sequence in sequences:
+            self._remove(sequence)
+        return sequences
+
+    def schedule(self) -> Plan:
+        """Choose the next step's chunks. Empty chunks: nothing can run now."""
+        chunks: list[Chunk] = []
+        budget = self.config.step_tokens
+        # Decodes first, so that a long prompt costs others at most one chunk.
+        for sequence in sorted(self.running, key=_is_prefilling):
+            if sequence not in self.running:
+                continue  # preempted a moment ago
+            count = min(len(sequence.tokens) - sequence.num_computed, budget)
+            if count and self._grow(sequence):
+                chunks.append(Chunk(sequence, sequence.num_computed, count))
+                budget -= count
+        chunks = [chunk for chunk in chunks if chunk.sequence in self.running]
+        ended = self._admit(chunks, budget)
+        return Plan(chunks, ended)
+
+    def update(self, chunks: Seq[Chunk], sampled: Seq[Sampled]) -> list[tuple[Sequence, TokenEvent]]:
+        """Take in a step's results; `sampled` has one entry for each chunk that samples.
+
+        Returns the events to send, in order.
+        """
+        num_adapters = len({chunk.sequence.digest for chunk in chunks})
+        draws = iter(sampled)
+        events = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            samples = chunk.samples
+            sequence.num_computed += chunk.count
+            sequence.steps += 1
+            sequence.mixed_steps += num_adapters > 1
+            sequence.max_adapters = max(sequence.max_adapters, num_adapters)
+            self._record(sequence)
+            if samples:
+                event = self._take(sequence, next(draws))
+                if event.finish_reason:
+                    self._remove(sequence)
+                events.append((sequence, event))
+        return events
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless exactly the running sequences hold blocks and adapters."""
+        self.blocks.check_integrity()
+        if len(self._by_id) != len(self.waiting) + len(self.running):
+            raise RuntimeError("a sequence is neither waiting nor running")
+        for sequence in self.waiting:
+            if sequence.blocks or sequence.resident:
+                raise RuntimeError(f"waiting {sequence.request.request_id} holds device memory")
+        held = {block for sequence in self.running for block in sequence.blocks}
+        if len(held) != self.blocks.num_used:
+            raise RuntimeError(f"{len(held)} blocks held, {self.blocks.num_used} in use")
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Make sure `sequence` has blocks for all its tokens, preempting the latest if need be."""
+        missing = self.blocks.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
+        if missing <= 0:
+            return True
+        while (fresh := self.blocks.allocate(missing)) is None:
+            victim = max(self.running, key=_arrival)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks += fresh
+        return True
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> list[Ended]:
+        ended = []
+        blocked: list[Sequence] = []
+        for sequence in list(self.waiting):
+            if not budget or len(self.running) >= self.config.max_running:
+                break
+            if any(earlier.passed >= self.config.patience for earlier in blocked):
+                break
+            adapter = sequence.request.adapter
+            if adapter is not None:
+                try:
+                    sequence.resident = self.adapters.acquire(adapter)
+                except AdapterUnavailable as error:
+                    self._remove(sequence)
+                    ended.append(Ended(sequence, error))
+                    continue
+                if sequence.resident is None:
+                    if self.adapters.state(adapter.digest) == "waiting":
+                        blocked.append(sequence)
+                    continue
+            if not self._place(sequence):
+                self._release(sequence)
+                blocked.append(sequence)
+                continue
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            for earlier in blocked:
+                earlier.passed += 1
+            count = min(len(sequence.tokens) - sequence.num_computed, budget)
+            chunks.append(Chunk(sequence, sequence.num_computed, count))
+            budget -= count
+        return ended
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Give `sequence` blocks for all its tokens, as many as possible from the prefix cache."""
+        prefix = self.blocks.match(sequence.root, sequence.tokens)
+        missing = self.blocks.blocks_for(len(sequence.tokens)) - len(prefix.blocks)
+        fresh = self.blocks.allocate(missing, prefix.blocks)
+        if fresh is None:
+            return False
+        sequence.blocks = prefix.blocks + fresh
+        sequence.node = prefix.node
+        sequence.num_recorded = len(prefix.blocks)
+        sequence.num_computed = len(prefix.blocks) * self.blocks.block_size
+        if not sequence.preemptions:
+            sequence.cached_tokens = sequence.num_computed
+        return True
+
+    def _record(self, sequence: Sequence) -> None:
+        size = self.blocks.block_size
+        for index in range(sequence.num_recorded, sequence.num_computed // size):
+            tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
+            sequence.node = self.blocks.record(sequence.node, sequence.blocks[index], tokens)
+            sequence.num_recorded = index + 1
+
+    def _take(self, sequence: Sequence, drawn: Sampled) -> TokenEvent:
+        if drawn.error is not None:
+            return TokenEvent(None, "error", trace=sequence.trace, error=drawn.error)
+        sampling = sequence.request.sampling
+        sequence.tokens.append(drawn.token_id)
+        reason: FinishReason | None = None
+        ends = drawn.token_id in self.eos_ids and not sampling.ignore_eos
+        if ends or drawn.token_id in sampling.stop_token_ids:
+            reason = "stop"
+        elif len(sequence.tokens) >= sequence.max_length:
+            reason = "length"
+        trace = sequence.trace if reason else None
+        return TokenEvent(drawn.token_id, reason, logprobs=drawn.logprobs, trace=trace)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.preemptions += 1
+        self.num_preemptions += 1
+        insort(self.waiting, sequence, key=_arrival)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Take `sequence` out for good."""
+        del self._by_id[sequence.request.request_id]
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+            if sequence.digest and all(s.digest != sequence.digest for s in self.waiting):
+                self.adapters.withdraw(sequence.digest)
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give back the device memory that `sequence` holds."""
+        self.blocks.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = 0
+        sequence.num_recorded = 0
+        sequence.node = sequence.root
+        if sequence.resident is not None:
+            self.adapters.release(sequence.resident)
+            sequence.resident = None
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
+def _is_prefilling(sequence: Sequence) -> bool:
+    return len(sequence.tokens) - sequence.num_computed > 1
