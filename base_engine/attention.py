@@ -48,9 +48,9 @@ class AttentionProbe:
 
 
 class KVCache:
-    """Keys and values of every layer, [heads, slots, dim]; block b holds slots [b·size, (b+1)·size).
+    """Keys and values of every layer, [heads, slots, dim].
 
-    A token's slot is the same in all layers.
+    Block b holds the slots from b·block_size; a token's slot is the same in all layers.
     """
 
     def __init__(

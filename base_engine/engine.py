@@ -203,9 +203,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of counts; cheap, from any thread."""
         started = self._step_started
+        running = len(self.scheduler.running)
         return EngineStats(
-            waiting=len(self.scheduler.waiting) + self._inbox.qsize(),
-            running=len(self.scheduler.running),
+            waiting=max(0, len(self._generations) - running),
+            running=running,
             kv_blocks_used=self.blocks.num_used,
             kv_blocks_total=self.blocks.num_blocks,
             steps=self._num_steps,

@@ -48,7 +48,7 @@ class Decoder:
         self.kv_shapes, adaptable = _probe(model)
         self.spec = _base_spec(model, name, adaptable)
         self.eos_ids = _eos_ids(model)
-        self.binding = LoraBinding()
+        self.binding = LoraBinding(torch.empty(0))
         install_lora(model, self.spec, self.binding)
 
     @classmethod
@@ -108,7 +108,7 @@ def _probe(model: PreTrainedModel) -> tuple[dict[int, KVShape], set[str]]:
     hooks = []
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if type(module) is nn.Linear:
             rows = _PROBE_LOGITS if module is head else _PROBE_TOKENS
             expected = (1, rows, module.in_features)
 
@@ -150,7 +150,7 @@ def _base_spec(model: PreTrainedModel, name: str, adaptable: set[str]) -> BaseSp
     for path, module in model.named_modules():
         if module is head:
             head_path = path
-        if isinstance(module, nn.Linear) and path in adaptable:
+        if path in adaptable and isinstance(module, nn.Linear):
             pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", path)
             key = (pattern, module.in_features, module.out_features)
             groups.setdefault(key, []).append(path)

@@ -43,7 +43,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: EngineConfig, blocks: BlockPool, adapters: AdapterPool, eos_ids: frozenset[int]
+        self,
+        config: EngineConfig,
+        blocks: BlockPool,
+        adapters: AdapterPool,
+        eos_ids: frozenset[int],
     ) -> None:
         self.config = config
         self.blocks = blocks
@@ -91,7 +95,9 @@ class Scheduler:
         ended = self._admit(chunks, budget)
         return Plan(chunks, ended)
 
-    def update(self, chunks: Seq[Chunk], sampled: Seq[Sampled]) -> list[tuple[Sequence, TokenEvent]]:
+    def update(
+        self, chunks: Seq[Chunk], sampled: Seq[Sampled]
+    ) -> list[tuple[Sequence, TokenEvent]]:
         """Take in a step's results; `sampled` has one entry for each chunk that samples.
 
         Returns the events to send, in order.

@@ -13,9 +13,9 @@ from base_engine.request import GenerateRequest, Trace
 class Sequence:
     """Tokens so far, and what the sequence holds on the device.
 
-    `tokens` starts as the prompt and grows by what is generated; the first `num_computed` of them
-    have their keys and values in `blocks`. It ends at `max_length` tokens at the latest. The first `num_recorded` blocks are in the prefix
-    cache, ending in chain node `node`. The scheduler alone changes these.
+    `tokens` starts as the prompt and grows by what is generated, to at most `max_length`. The
+    first `num_computed` of them have their keys and values in `blocks`. The first `num_recorded`
+    blocks are in the prefix cache, ending in chain node `node`. Only the scheduler changes these.
     """
 
     def __init__(self, request: GenerateRequest, arrival: int, max_length: int) -> None:

@@ -1,0 +1,171 @@
+"""Text to token ids and back: chat templates, incremental text, stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer
+
+from base_engine.detokenizer import ByteDecoder, TextDecoder, WindowDecoder, byte_scheme
+
+#: What a template can raise on messages it was not written for.
+_TEMPLATE_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+)
+
+
+class ChatTemplateMissing(Exception):
+    """The tokenizer has no chat template, so messages cannot become a prompt."""
+
+
+class ChatTemplateError(Exception):
+    """The chat template refuses these messages; the text is the template's own message."""
+
+
+class ChatTokenizer:
+    """A transformers tokenizer, seen as bytes per token.
+
+    `eos_ids` holds the tokenizer's own end token, if it has one; the model's configuration may
+    name more. Ids with a token lie below `vocab_size`: the model's head may be wider.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size: int = max(tokenizer.get_vocab().values(), default=-1) + 1
+        eos = tokenizer.eos_token_id
+        self.eos_ids: frozenset[int] = frozenset(() if eos is None else (eos,))
+        added = tokenizer.added_tokens_decoder
+        self._literal = {i: str(token) for i, token in added.items() if token.special}
+        self._scheme = byte_scheme(tokenizer)
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, folder_or_id: str | Path) -> ChatTokenizer:
+        """Load through transformers' AutoTokenizer; code that comes with a model never runs."""
+        return cls(AutoTokenizer.from_pretrained(folder_or_id, trust_remote_code=False))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, with the special tokens that the tokenizer itself adds."""
+        ids: list[int] = self._tokenizer.encode(text, verbose=False)
+        return ids
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation up to where the assistant begins to speak.
+
+        The template alone writes special tokens: none is added in front. A content of None or
+        none at all counts as "". Raises ChatTemplateMissing or ChatTemplateError.
+        """
+        template = self._tokenizer.chat_template
+        if not template or (isinstance(template, dict) and "default" not in template):
+            raise ChatTemplateMissing(
+                "the base model's tokenizer has no chat template; use text completions instead"
+            )
+        filled = [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
+        try:
+            # Rendered apart, so that a failure to tokenize is not taken for the template's.
+            prompt = self._tokenizer.apply_chat_template(
+                filled, tokenize=False, add_generation_prompt=True
+            )
+        except _TEMPLATE_FAILURES as error:
+            raise ChatTemplateError(str(error)) from error
+        ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text that a `TextStream` gives for `ids`; special tokens on request."""
+        stream = self.text_decoder(skip_special=skip_special)
+        return "".join([stream.push(i) for i in ids]) + stream.finish()
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, special or not; U+FFFD where it is part of a character."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes one token stands for; b"" for an id that has no token."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._read_bytes(token_id)
+        return known
+
+    def text_decoder(self, *, continues: bool = False, skip_special: bool = True) -> TextDecoder:
+        """An incremental decoder; `continues` keeps a leading space, as text follows a prompt."""
+        hidden = self._literal if skip_special else ()
+        if self._scheme is None:
+            return WindowDecoder(self._decode, hidden)
+        return ByteDecoder(self.token_bytes, hidden, 0 if continues else self._scheme.strip)
+
+    def _read_bytes(self, token_id: int) -> bytes:
+        if token_id in self._literal:
+            return self._literal[token_id].encode()
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        if self._scheme is None:
+            return self._decode([token_id]).encode()
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        return b"" if token is None else self._scheme.read(token)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return text
+
+
+class TextStream:
+    """Generated text as it becomes safe to send.
+
+    Half characters are held back until they are whole; bytes that can never become one, also at
+    the end, come out as U+FFFD. Text that may turn out to begin one of `stop` is held back too.
+    The stop string that is complete first ends the text before it, however tokens cut the text.
+    The concatenation of all `push` and `finish` results depends on the token ids alone.
+    `continues`: the text follows a prompt of plain text, so a leading space is kept.
+    """
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, stop: tuple[str, ...] = (), *, continues: bool = False
+    ) -> None:
+        if "" in stop:
+            raise ValueError("a stop string is empty")
+        self.stopped = False
+        self._decoder = tokenizer.text_decoder(continues=continues)
+        self._stop = stop
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        """Take one token; return the text that is now safe to send. Nothing after a stop."""
+        return "" if self.stopped else self._release(self._decoder.push(token_id))
+
+    def finish(self) -> str:
+        """Return what is still held back, once no more tokens come."""
+        if self.stopped:
+            return ""
+        text = self._release(self._decoder.finish())
+        if not self.stopped:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _release(self, text: str) -> str:
+        if not self._stop or not text:
+            return text
+        text = self._held + text
+        found = [(start + len(s), start) for s in self._stop if (start := text.find(s)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)[1]]
+        keep = max(_overlap(text, s) for s in self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop`, not yet whole, could begin."""
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

@@ -1,0 +1,222 @@
+"""The resident base: every family gives what transformers gives, whatever the batch looks like."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from base_engine.attention import KVCache, StepAttention
+from base_engine.errors import ModelUnsupported
+from base_engine.model import Decoder
+from base_engine.request import GenerateRequest, SamplingParams
+from base_engine.sequence import Chunk, Sequence
+from tests.tiny import FAMILIES, oracle_logprobs, tiny_base
+
+#: Families beyond those that tests/tiny.py can adapt.
+OTHER_FAMILIES = ("gemma3_text", "gpt2", "gpt_neox", "mixtral", "olmo", "qwen3_moe")
+
+BLOCK = 4
+
+
+def load(model: Path) -> Decoder:
+    return Decoder.load(model, name=None, dtype="float32", device="cpu")
+
+
+def run_in_chunks(decoder: Decoder, prompts: list[list[int]], seed: int) -> list[torch.Tensor]:
+    """Log-probabilities at every position of each prompt, from ragged steps of random chunks."""
+    rng = random.Random(seed)
+    free = list(range(sum(-(-len(prompt) // BLOCK) for prompt in prompts)))
+    rng.shuffle(free)
+    cache = KVCache(decoder.kv_shapes, len(free), BLOCK, decoder.dtype, decoder.device)
+    # Whatever was there before must not matter.
+    for tensor in [*cache.keys.values(), *cache.values.values()]:
+        tensor.fill_(torch.nan)
+    sequences = []
+    for index, prompt in enumerate(prompts):
+        request = GenerateRequest(str(index), tuple(prompt), SamplingParams(1))
+        sequence = Sequence(request, index, 1000)
+        sequence.blocks = [free.pop() for _ in range(-(-len(prompt) // BLOCK))]
+        sequences.append(sequence)
+    rows: dict[int, list[torch.Tensor]] = {index: [] for index in range(len(prompts))}
+    while unfinished := [s for s in sequences if s.num_computed < len(s.tokens)]:
+        chunks = []
+        for sequence in rng.sample(unfinished, rng.randint(1, len(unfinished))):
+            left = len(sequence.tokens) - sequence.num_computed
+            chunks.append(
+                Chunk(sequence, sequence.num_computed, min(left, rng.choice([1, 1, 5, 40])))
+            )
+        ids = [t for s, start, n in chunks for t in s.tokens[start : start + n]]
+        positions = [p for _, start, n in chunks for p in range(start, start + n)]
+        logits = decoder.forward(
+            torch.tensor(ids),
+            torch.tensor(positions),
+            torch.arange(len(ids)),
+            StepAttention(cache, chunks),
+        )
+        for chunk, part in zip(
+            chunks, logits.log_softmax(-1).split([c.count for c in chunks]), strict=True
+        ):
+            rows[chunk.sequence.arrival].append(part)
+            chunk.sequence.num_computed += chunk.count
+    return [torch.cat(parts) for parts in rows.values()]
+
+
+def save_other(folder: Path, family: str) -> Path:
+    sizes = dict(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    extra = {
+        "gemma3_text": dict(num_key_value_heads=2, head_dim=16, sliding_window=16),
+        "gpt_neox": {},
+        "gpt2": {},
+        "mixtral": dict(num_key_value_heads=2),
+        "olmo": dict(num_key_value_heads=2),
+        "qwen3_moe": dict(
+            num_key_value_heads=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+        ),
+    }[family]
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**(sizes | extra))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
+def test_ragged_chunks_equal_one_plain_run(family: str, tmp_path: Path) -> None:
+    base = (
+        tiny_base(tmp_path / family, family)
+        if family in FAMILIES
+        else save_other(tmp_path / family, family)
+    )
+    decoder = load(base)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 259) for _ in range(n)] for n in (1, 2, 17, 45, 70)]
+    for prompt, got in zip(prompts, run_in_chunks(decoder, prompts, seed=2), strict=True):
+        torch.testing.assert_close(got, oracle_logprobs(base, None, prompt), atol=2e-5, rtol=0)
+
+
+def test_the_spec_names_every_linear_with_its_sizes(llama_base: Path) -> None:
+    spec = load(llama_base).spec
+    sizes = {t.name: (t.in_features, t.out_features, len(t.modules)) for t in spec.targets}
+    assert sizes == {
+        "self_attn.q_proj": (64, 64, 2),
+        "self_attn.k_proj": (64, 32, 2),
+        "self_attn.v_proj": (64, 32, 2),
+        "self_attn.o_proj": (64, 64, 2),
+        "mlp.gate_proj": (64, 128, 2),
+        "mlp.up_proj": (64, 128, 2),
+        "mlp.down_proj": (128, 64, 2),
+        "lm_head": (64, 320, 1),
+    }
+    assert spec.output_module == "lm_head" and not spec.tied_head
+    assert spec.name == llama_base.name and spec.max_positions == 512 and spec.vocab_size == 320
+    assert spec.targets[0].modules[1] == "model.layers.1.self_attn.q_proj"
+
+
+def test_a_tied_head_is_told(tmp_path: Path) -> None:
+    assert load(tiny_base(tmp_path / "tied", "llama-tied")).spec.tied_head
+
+
+def test_router_and_expert_weights_are_not_offered_to_adapters(tmp_path: Path) -> None:
+    spec = load(save_other(tmp_path / "mixtral", "mixtral")).spec
+    assert {t.name.rpartition(".")[2] for t in spec.targets} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "lm_head",
+    }
+
+
+def test_attention_sinks_are_refused_rather_than_left_out(tmp_path: Path) -> None:
+    config = GptOssConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "sinks")
+    with pytest.raises(ModelUnsupported, match="s_aux"):
+        load(tmp_path / "sinks")
+
+
+def test_models_without_attention_layers_are_refused(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["mamba"](
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4, eos_token_id=2
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mamba")
+    with pytest.raises((ModelUnsupported, ValueError)):
+        load(tmp_path / "mamba")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda rope: str(rope["rope_type"]),
+)
+def test_rope_that_depends_on_the_batch_keeps_to_the_length_where_it_does_not(
+    rope: dict[str, object], tmp_path: Path
+) -> None:
+    base = tiny_base(
+        tmp_path / "rope", max_position_embeddings=256, rope_parameters=rope | {"rope_theta": 1e4}
+    )
+    decoder = load(base)
+    assert decoder.spec.max_positions == 64
+    prompt = list(range(3, 63))
+    [got] = run_in_chunks(decoder, [prompt], seed=0)
+    torch.testing.assert_close(got, oracle_logprobs(base, None, prompt), atol=2e-5, rtol=0)
+
+
+def test_all_end_tokens_of_the_generation_config_count(tmp_path: Path) -> None:
+    base = tiny_base(tmp_path / "llama")
+    config = base / "generation_config.json"
+    config.write_text(config.read_text().replace('"eos_token_id": 2', '"eos_token_id": [2, 260]'))
+    assert load(base).eos_ids >= {2, 260}
+
+
+def test_a_missing_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises((OSError, ValueError), match="nowhere"):
+        load(tmp_path / "nowhere")
+
+
+def test_loading_keeps_the_weights_bit_for_bit(llama_base: Path) -> None:
+    decoder = load(llama_base)
+    plain = AutoModelForCausalLM.from_pretrained(llama_base, dtype=torch.float32)
+    loaded = dict(decoder.model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        found = loaded.get(name)
+        if found is None:  # a LoraLinear holds the original one level down
+            found = next(p for n, p in loaded.items() if n.replace(".base.", ".") == name)
+        assert torch.equal(found, parameter)
+    assert isinstance(decoder.model.config, LlamaConfig)
