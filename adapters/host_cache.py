@@ -25,8 +25,8 @@ class HostCopy:
 class HostCache:
     """Digest -> HostCopy. Not thread-safe: the pool's lock guards it.
 
-    `used` counts every byte from the moment it is reserved. It exceeds `budget` only by copies
-    that are held, so an adapter larger than the budget can pass through.
+    `used` counts every byte from the moment it is reserved. It exceeds `budget` only while held
+    copies alone do, so that an adapter larger than the budget can pass through.
     """
 
     def __init__(self, budget: int) -> None:
@@ -47,9 +47,10 @@ class HostCache:
         return copy
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether `nbytes` more would stay within the budget once idle copies are dropped."""
+        """Whether `nbytes` more may be read ahead of need: held copies take up to half the budget,
+        so that the rest is left to reads that cannot wait."""
         held = sum(c.nbytes for c in self._copies.values() if c.holds)
-        return held + sum(c.nbytes for c in self._forgotten) + nbytes <= self.budget
+        return held + sum(c.nbytes for c in self._forgotten) + nbytes <= self.budget // 2
 
     def reserve(self, digest: str, nbytes: int) -> HostCopy:
         """A held, empty copy to be read into, for which idle copies make room if they can."""

@@ -110,7 +110,7 @@ class AdapterPool:
 
     def prefetch(self, ref: AdapterRef) -> None:
         """Begin reading `ref` into the host cache, unless it is there or on its way, failed just
-        now, or other reads under way fill the cache. Never blocks; any thread."""
+        now, or the reads under way take half the cache. Never blocks; any thread."""
         try:
             targets = layout(ref, self._base)
         except AdapterUnavailable:
@@ -154,7 +154,7 @@ class AdapterPool:
                 self._wake_at_next_lapse()
             else:
                 self._no_room.pop(ref.digest, None)
-                self._loaders.submit(self._load, ref, slot, self._host.hold(ref.digest))
+                self._loaders.submit(self._load, ref, slot)
             return None
 
     def release(self, resident: ResidentAdapter) -> None:
@@ -274,12 +274,13 @@ class AdapterPool:
             self._host.release(copy)
         self._on_change()
 
-    def _load(self, ref: AdapterRef, slot: Slot, copy: HostCopy | None) -> None:
-        failure = None
+    def _load(self, ref: AdapterRef, slot: Slot) -> None:
+        copy = failure = None
         try:
             with self._lock:
-                if copy is None and not slot.forgotten:
-                    copy = self._host.reserve(ref.digest, slot.elements * self.buffer.itemsize)
+                if not slot.forgotten:
+                    nbytes = slot.elements * self.buffer.itemsize
+                    copy = self._host.hold(ref.digest) or self._host.reserve(ref.digest, nbytes)
             if copy is not None:
                 if copy.weights is None:
                     copy.weights = self._read(ref)

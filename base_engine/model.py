@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,8 @@ class Decoder:
             attn_implementation=ATTENTION,
             trust_remote_code=False,
         )
-        loaded = loaded.to(device).eval().requires_grad_(False)
+        module: nn.Module = loaded
+        module.to(device).eval().requires_grad_(False)
         return cls(loaded, name or _public_name(model))
 
     @torch.inference_mode()
@@ -109,8 +111,8 @@ def _probe(model: PreTrainedModel) -> tuple[dict[int, KVShape], set[str]]:
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
         if type(module) is nn.Linear:
-            rows = _PROBE_LOGITS if module is head else _PROBE_TOKENS
-            expected = (1, rows, module.in_features)
+            tokens = _PROBE_LOGITS if module is head else _PROBE_TOKENS
+            expected = (1, tokens, module.in_features)
 
             def note(
                 _: nn.Module,
@@ -158,25 +160,29 @@ def _base_spec(model: PreTrainedModel, name: str, adaptable: set[str]) -> BaseSp
         TargetSpec(pattern.rpartition("*.")[2], in_features, out_features, tuple(paths))
         for (pattern, in_features, out_features), paths in groups.items()
     )
-    embedding = model.get_input_embeddings()
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
     return BaseSpec(
         name=name,
-        vocab_size=embedding.weight.shape[0],
+        vocab_size=embedding.shape[0],
         max_positions=_max_positions(_text_config(model)),
         targets=targets,
         output_module=head_path,
-        tied_head=head is not None and head.weight is embedding.weight,
+        tied_head=head is not None and head.weight is embedding,
     )
 
 
 def _max_positions(config: PretrainedConfig) -> int:
-    limit = int(config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
+    limit: int = config.max_position_embeddings
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
     for parameters in kinds:
         if parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE:
-            original = parameters.get("original_max_position_embeddings")
-            original = original or getattr(config, "original_max_position_embeddings", limit)
+            original: int = (
+                parameters.get("original_max_position_embeddings")
+                or getattr(config, "original_max_position_embeddings", None)
+                or limit
+            )
             if original < limit:
                 log.warning(
                     "rope type %r changes with the longest sequence of a batch; the context is "
@@ -184,7 +190,7 @@ def _max_positions(config: PretrainedConfig) -> int:
                     parameters["rope_type"],
                     original,
                 )
-            limit = min(limit, int(original))
+            limit = min(limit, original)
     return limit
 
 

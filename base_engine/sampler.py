@@ -66,13 +66,16 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         return []
     best = logits.argmax(-1, keepdim=True)
     # NaN counts as the largest, so the best value is finite just where the row is usable.
-    usable = logits.gather(1, best).isfinite().squeeze(1).tolist()
+    peaks = logits.gather(1, best)
+    usable = peaks.isfinite().squeeze(1).tolist()
     tokens: list[int] = best.squeeze(1).tolist()
     drawing = [
         i for i, row in enumerate(rows) if usable[i] and row.params.temperature >= MIN_TEMPERATURE
     ]
     if drawing:
-        chosen = _draw_rows(_select(logits, drawing), [rows[i] for i in drawing])
+        chosen = _draw_rows(
+            _select(logits, drawing), _select(peaks, drawing), [rows[i] for i in drawing]
+        )
         for i, token in zip(drawing, chosen, strict=True):
             tokens[i] = token
     reported = [i for i, row in enumerate(rows) if usable[i] and row.params.logprobs is not None]
@@ -93,13 +96,13 @@ def _select(logits: Tensor, indices: list[int]) -> Tensor:
     return logits[torch.tensor(indices, device=logits.device)]
 
 
-def _draw_rows(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+def _draw_rows(logits: Tensor, peaks: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     temperatures = torch.tensor(
         [[row.params.temperature] for row in rows], dtype=logits.dtype, device=logits.device
     )
     # Shifted before it is scaled, so that no small temperature overflows. Softmax over the last
     # dimension works row by row: the number of rows does not change a row's rounding.
-    probs = (logits - logits.amax(-1, keepdim=True)).div_(temperatures).softmax(-1)
+    probs = (logits - peaks).div_(temperatures).softmax(-1)
     vocab = logits.shape[1]
     cut = [i for i, row in enumerate(rows) if _truncates(row.params, vocab)]
     heads: dict[int, tuple[_Floats, npt.NDArray[np.int64]]] = {}

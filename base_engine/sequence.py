@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from adapters.pages import ResidentAdapter
 from base_engine.request import GenerateRequest, Trace
@@ -60,7 +60,8 @@ class Sequence:
         )
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Chunk:
     """A sequence's share of one step: its tokens [start, start + count).
 
     `samples` is true when the chunk reaches the last token, so that a new one can be drawn.

@@ -64,6 +64,11 @@ def adapter_ref(engine: Engine, folder: Path) -> AdapterRef:
     return AdapterRef(manifest.digest, folder.name, folder, manifest)
 
 
+def ref_or_base(engine: Engine, folder: Path | None) -> AdapterRef | None:
+    """The adapter in `folder`, or the base where there is none."""
+    return None if folder is None else adapter_ref(engine, folder)
+
+
 def request(
     prompt: Sequence[int],
     adapter: AdapterRef | None = None,
@@ -91,12 +96,14 @@ async def collect(generation: Generation) -> Answer:
     return answer
 
 
-def answers(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Answer]:
+def answers(
+    engine: Engine, requests: Sequence[GenerateRequest], seconds: float = 120
+) -> list[Answer]:
     """All `requests` at once; their answers in the same order."""
 
     async def run() -> list[Answer]:
         generations = [engine.submit(r) for r in requests]
-        return await asyncio.wait_for(asyncio.gather(*map(collect, generations)), 120)
+        return await asyncio.wait_for(asyncio.gather(*map(collect, generations)), seconds)
 
     return asyncio.run(run())
 

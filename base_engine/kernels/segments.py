@@ -16,7 +16,6 @@ from torch import Tensor
 from adapters.manifest import PAGE_RANK, BaseSpec, TargetSpec
 from adapters.pages import PagedTarget, ResidentAdapter
 
-
 #: Most elements of A, or of B, in one batch of segments: they are gathered into scratch memory,
 #: which should stay in the processor's cache.
 BATCH_ELEMENTS = 1 << 20
@@ -198,7 +197,7 @@ def _batch(segments: list[Segment], layer: int, device: torch.device) -> Segment
         rank=rank,
         tokens=_tokens(segments, device),
         pages=torch.tensor(pages, dtype=torch.int64, device=device),
-        scales=torch.tensor(scales, device=device).view(-1, 1, 1),
+        scales=torch.tensor(scales, dtype=torch.float32, device=device).view(-1, 1, 1),
     )
 
 
@@ -211,9 +210,7 @@ def _tokens(segments: list[Segment], device: torch.device) -> slice | Tensor:
 
 
 def _to_device(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of contiguous tensors that share one transfer; widest dtype first."""
-    if device.type == "cpu":
-        return tensors
+    """Copies of contiguous tensors, made in one transfer; widest dtype first."""
     sizes = [t.nbytes for t in tensors]
     packed = torch.cat([t.view(-1).view(torch.uint8) for t in tensors]).to(device)
     parts = torch.split(packed, sizes)

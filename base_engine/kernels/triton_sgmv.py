@@ -32,7 +32,7 @@ BLOCK_IN = 64
 BLOCK_OUT = 64
 
 
-@triton.jit(do_not_specialize=["page_stride", "layer"])
+@triton.jit(do_not_specialize=["rows", "page_stride", "layer"])
 def _shrink(
     partial,  # float32 [splits, rows, rank_width]
     x,  # [rows, in_features]
@@ -41,12 +41,12 @@ def _shrink(
     tiles,
     ranks,
     rows,
+    rank_width,
     x_stride,
     page_stride,
     layer,
     layers: tl.constexpr,
     in_features: tl.constexpr,
-    rank_width: tl.constexpr,
     PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -91,7 +91,7 @@ def _shrink(
     tl.store(out, total, mask=has_row & has_rank[None, :])
 
 
-@triton.jit(do_not_specialize=["page_stride", "layer"])
+@triton.jit(do_not_specialize=["rows", "page_stride", "layer"])
 def _expand(
     y,  # [rows, out_features]
     partial,  # float32 [splits, rows, rank_width]
@@ -101,13 +101,13 @@ def _expand(
     ranks,
     scales,
     rows,
+    rank_width,
     y_stride,
     page_stride,
     layer,
     layers: tl.constexpr,
     in_features: tl.constexpr,
     out_features: tl.constexpr,
-    rank_width: tl.constexpr,
     PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -168,12 +168,12 @@ def add_lora_triton(
         tables.tiles,
         tables.ranks,
         rows,
+        rank_width,
         x.stride(0),
         most_pages,
         layer,
         layers=len(spec.modules),
         in_features=spec.in_features,
-        rank_width=rank_width,
         PAGE=PAGE_RANK,
         PRECISION=precision,
         SPLIT=SPLIT_IN,
@@ -191,13 +191,13 @@ def add_lora_triton(
         tables.ranks,
         tables.scales,
         rows,
+        rank_width,
         y.stride(0),
         most_pages,
         layer,
         layers=len(spec.modules),
         in_features=spec.in_features,
         out_features=spec.out_features,
-        rank_width=rank_width,
         PAGE=PAGE_RANK,
         PRECISION=precision,
         SPLITS=splits,

@@ -7,10 +7,12 @@ import itertools
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from adapters.errors import AdapterUnavailable
+from adapters.manifest import AdapterRef
 from base_engine.engine import Engine
 from base_engine.errors import EngineStopped, PromptTooLong, QueueFull, StepFailed
 from tests.generation import (
@@ -21,6 +23,7 @@ from tests.generation import (
     answers,
     assert_exact,
     collect,
+    ref_or_base,
     request,
     running_engine,
 )
@@ -38,7 +41,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def eight(llama_base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Eight adapters of different ranks, targets and scales."""
     folder = tmp_path_factory.mktemp("eight")
-    shapes: list[dict[str, object]] = [
+    shapes: list[dict[str, Any]] = [
         {"r": 4},
         {"r": 16, "lora_alpha": 16, "use_rslora": True},
         {"r": 8, "target_modules": ["q_proj", "v_proj"]},
@@ -55,16 +58,14 @@ def eight(llama_base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Pa
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_serves_adapters_exactly_in_a_mixed_batch(
-    family: str, tmp_path: Path
-) -> None:
+def test_every_family_serves_adapters_exactly_in_a_mixed_batch(family: str, tmp_path: Path) -> None:
     base = tiny_base(tmp_path / "base", family)
     one = make_adapter(base, tmp_path / "one", seed=1, std=0.1)
     two = make_adapter(base, tmp_path / "two", seed=2, std=0.1, r=9, use_rslora=True)
     with running_engine(base) as engine:
         folders = [one, None, two, one, None]
         asked = [
-            request(prompt_of(5 + 7 * i, i), folder and adapter_ref(engine, folder))
+            request(prompt_of(5 + 7 * i, i), ref_or_base(engine, folder))
             for i, folder in enumerate(folders)
         ]
         for folder, r, got in zip(folders, asked, answers(engine, asked), strict=True):
@@ -72,13 +73,11 @@ def test_every_family_serves_adapters_exactly_in_a_mixed_batch(
             assert got.trace is not None and got.trace.max_adapters == 3
 
 
-def test_nine_adapters_share_steps_and_each_is_exact(
-    llama_base: Path, eight: list[Path]
-) -> None:
+def test_nine_adapters_share_steps_and_each_is_exact(llama_base: Path, eight: list[Path]) -> None:
     with running_engine(llama_base) as engine:
         folders = [*eight, None] * 2
         asked = [
-            request(prompt_of(3 + i, i), folder and adapter_ref(engine, folder), max_tokens=16)
+            request(prompt_of(3 + i, i), ref_or_base(engine, folder), max_tokens=16)
             for i, folder in enumerate(folders[:16])
         ]
         got = answers(engine, asked)
@@ -102,7 +101,7 @@ def test_all_ranks_in_one_batch(llama_base: Path, tmp_path: Path) -> None:
     folders += [None, None]
     with running_engine(llama_base, adapter_bytes=16 << 20) as engine:
         asked = [
-            request(prompt_of(4 + i, i), folder and adapter_ref(engine, folder))
+            request(prompt_of(4 + i, i), ref_or_base(engine, folder))
             for i, folder in enumerate(folders)
         ]
         for folder, r, got in zip(folders, asked, answers(engine, asked), strict=True):
@@ -161,7 +160,7 @@ def test_chunked_prefill_gives_the_same_as_whole_prompts(
     folders = [eight[0], eight[1], eight[6], None]
     with running_engine(llama_base, max_running=5, **settings) as engine:
         asked = [
-            request(prompt_of(n, n), folder and adapter_ref(engine, folder), 6)
+            request(prompt_of(n, n), ref_or_base(engine, folder), 6)
             for n, folder in zip((15, 16, 17, 33, 100, 101), folders * 2, strict=False)
         ]
         for folder, r, got in zip(folders * 2, asked, answers(engine, asked), strict=False):
@@ -175,7 +174,7 @@ def test_preempted_requests_end_as_if_nothing_had_happened(
     folders = [*eight[:5], None]
     with running_engine(llama_base, kv_bytes=24 * block, prefix_cache=False) as engine:
         asked = [
-            request(prompt_of(10 + i, i), folder and adapter_ref(engine, folder), 24)
+            request(prompt_of(10 + i, i), ref_or_base(engine, folder), 24)
             for i, folder in enumerate(folders)
         ]
         got = answers(engine, asked)
@@ -185,9 +184,7 @@ def test_preempted_requests_end_as_if_nothing_had_happened(
             assert_exact(llama_base, folder, r, answer)
 
 
-def test_more_adapters_than_pages_all_finish_exactly(
-    llama_base: Path, tmp_path: Path
-) -> None:
+def test_more_adapters_than_pages_all_finish_exactly(llama_base: Path, tmp_path: Path) -> None:
     """40 adapters, pages for four, host memory for eight; twice over, in random order."""
     folders = [make_adapter(llama_base, tmp_path / f"a{i}", seed=i, std=0.1) for i in range(40)]
     page_bytes = sum(2 * 8 * (i + o) for i, o in PROJECTIONS) * 4
@@ -231,18 +228,13 @@ def test_sampling_with_a_seed_does_not_depend_on_what_else_runs(
     llama_base: Path, eight: list[Path]
 ) -> None:
     block = 4 * 2 * 2 * 2 * 16 * 4
-    sampling = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 20}
+    sampling: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 20}
     with running_engine(llama_base, kv_bytes=60 * block, prefix_cache=False) as engine:
         ref = adapter_ref(engine, eight[0])
 
-        def seeded(seed: int | None = 42) -> list[int]:
-            return [seed] if seed is not None else []
-
-        def ask(seed: int | None) -> object:
-            return request(prompt_of(10), ref, seed=seed, **sampling)  # type: ignore[arg-type]
-
         def run(*seeds: int | None) -> list[list[int]]:
-            return [g.tokens for g in answers(engine, [ask(s) for s in seeds])]  # type: ignore[misc]
+            asked = [request(prompt_of(10), ref, seed=seed, **sampling) for seed in seeds]
+            return [answer.tokens for answer in answers(engine, asked)]
 
         [alone] = run(42)
         assert run(42, *[None] * 7)[0] == alone
@@ -265,10 +257,9 @@ def test_prefixes_are_reused_within_one_adapter_and_tenant_only(
     with running_engine(llama_base) as engine:
         prompt = prompt_of(64)
         seen: set[tuple[Path | None, str]] = set()
-        for folder, salt in [
-            (None, ""), (a, ""), (b, ""), (a, ""), (None, ""), (a, "other"), (None, "other"), (b, "")
-        ]:  # fmt: skip
-            asked = request(prompt, folder and adapter_ref(engine, folder), salt=salt)
+        visits = [(None, ""), (a, ""), (b, ""), (a, ""), (None, ""), (a, "x"), (None, "x"), (b, "")]
+        for folder, salt in visits:
+            asked = request(prompt, ref_or_base(engine, folder), salt=salt)
             [got] = answers(engine, [asked])
             assert_exact(llama_base, folder, asked, got)
             assert got.trace is not None
@@ -321,8 +312,8 @@ def test_requests_behind_one_without_room_go_ahead(scripted: Path, tmp_path: Pat
             await asyncio.sleep(0.01)
         order: list[str] = []
 
-        async def ask(name: str, ref: object) -> list[int]:
-            got = await collect(engine.submit(request([60], ref, 4)))  # type: ignore[arg-type]
+        async def ask(name: str, ref: AdapterRef | None) -> list[int]:
+            got = await collect(engine.submit(request([60], ref, 4)))
             order.append(name)
             return got.tokens
 
@@ -473,9 +464,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(scripted: Path) -> None
         asyncio.run(asyncio.wait_for(run(engine), 30))
 
 
-def test_an_abort_gives_everything_back_whatever_the_phase(
-    scripted: Path, tmp_path: Path
-) -> None:
+def test_an_abort_gives_everything_back_whatever_the_phase(scripted: Path, tmp_path: Path) -> None:
     refs_of = [signature_adapter(scripted, tmp_path / f"s{t}", t) for t in (5, 6, 7)]
 
     async def run(engine: Engine) -> None:

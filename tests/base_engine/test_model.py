@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MambaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from base_engine.attention import KVCache, StepAttention
@@ -50,24 +51,23 @@ def run_in_chunks(decoder: Decoder, prompts: list[list[int]], seed: int) -> list
             chunks.append(
                 Chunk(sequence, sequence.num_computed, min(left, rng.choice([1, 1, 5, 40])))
             )
-        ids = [t for s, start, n in chunks for t in s.tokens[start : start + n]]
-        positions = [p for _, start, n in chunks for p in range(start, start + n)]
+        ids = [t for c in chunks for t in c.sequence.tokens[c.start : c.start + c.count]]
+        positions = [p for c in chunks for p in range(c.start, c.start + c.count)]
         logits = decoder.forward(
             torch.tensor(ids),
             torch.tensor(positions),
             torch.arange(len(ids)),
             StepAttention(cache, chunks),
         )
-        for chunk, part in zip(
-            chunks, logits.log_softmax(-1).split([c.count for c in chunks]), strict=True
-        ):
+        parts = torch.split(logits.log_softmax(-1), [chunk.count for chunk in chunks])
+        for chunk, part in zip(chunks, parts, strict=True):
             rows[chunk.sequence.arrival].append(part)
             chunk.sequence.num_computed += chunk.count
     return [torch.cat(parts) for parts in rows.values()]
 
 
 def save_other(folder: Path, family: str) -> Path:
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         vocab_size=320,
         hidden_size=64,
         intermediate_size=128,
@@ -77,7 +77,7 @@ def save_other(folder: Path, family: str) -> Path:
         bos_token_id=1,
         eos_token_id=2,
     )
-    extra = {
+    extra: dict[str, dict[str, Any]] = {
         "gemma3_text": dict(num_key_value_heads=2, head_dim=16, sliding_window=16),
         "gpt_neox": {},
         "gpt2": {},
@@ -89,9 +89,9 @@ def save_other(folder: Path, family: str) -> Path:
             num_experts_per_tok=2,
             moe_intermediate_size=32,
         ),
-    }[family]
+    }
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[family](**(sizes | extra))
+    config = CONFIG_MAPPING[family](**(sizes | extra[family]))
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
 
@@ -164,7 +164,7 @@ def test_attention_sinks_are_refused_rather_than_left_out(tmp_path: Path) -> Non
 
 
 def test_models_without_attention_layers_are_refused(tmp_path: Path) -> None:
-    config = CONFIG_MAPPING["mamba"](
+    config = MambaConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4, eos_token_id=2
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mamba")

@@ -146,7 +146,7 @@ class TestTruncation:
         assert int((expected > 0).sum()) > 5
         torch.testing.assert_close(scores[0].double().softmax(-1), expected, rtol=0, atol=1e-6)
 
-    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("seed", range(2))
     @pytest.mark.parametrize(
         "params",
         [

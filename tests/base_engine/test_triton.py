@@ -132,10 +132,8 @@ def resources(capability: int, dtype: str, block_rows: int) -> dict[str, tuple[i
         names = kernel.arg_names
         signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
         # A launch finds out by itself that a pointer or stride is a multiple of 16.
-        divisible = [i for i, n in enumerate(names) if n in pointers or n.endswith("_stride")]
-        attributes = {
-            (i,): [["tt.divisibility", 16]] for i in divisible if names[i] != "page_stride"
-        }
+        sixteens = {*pointers, "rank_width", "x_stride", "y_stride"}
+        attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in sixteens}
         compiled = triton.compile(
             ASTSource(kernel, signature, constants, attributes),
             target=GPUTarget("cuda", capability, 32),

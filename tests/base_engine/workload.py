@@ -31,7 +31,11 @@ def one_target(in_features: int, out_features: int, layers: int = 1) -> BaseSpec
 
 @dataclass
 class Layout:
-    """A pool in miniature: page slots of each target in random order, a NaN gap after each page."""
+    """A pool in miniature: page slots of each target in random order, a gap after each page.
+
+    Everything but the adapters' own numbers is NaN, the rows of a page past the layer's rank too
+    (the pool zeroes those), so that whatever a kernel reads too much spoils its result.
+    """
 
     base: BaseSpec
     dtype: torch.dtype = torch.float32
@@ -112,7 +116,6 @@ class Layout:
         for layer, d in enumerate(layers):
             for side, features in zip(sides, (spec.in_features, spec.out_features), strict=True):
                 rows = side.view(len(layers), PAGE_RANK, features)[layer]
-                rows.zero_()
                 if d is not None:
                     matrix = d.a if side is sides[0] else d.b.T
                     part = matrix[number * PAGE_RANK : (number + 1) * PAGE_RANK]

@@ -1,0 +1,53 @@
+"""GET and DELETE of /v1/adapters; uploads are in `api.uploads`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from api.errors import Missing
+from api.records import adapter_record
+from api.services import services_of, tenant_of
+from registry.errors import NotFound, RegistryUnavailable
+
+
+async def list_adapters(request: Request) -> Response:
+    """GET /v1/adapters"""
+    adapters = services_of(request).store.snapshot.list(tenant_of(request))
+    return JSONResponse({"object": "list", "data": [adapter_record(a) for a in adapters]})
+
+
+async def get_adapter(request: Request) -> Response:
+    """GET /v1/adapters/{name}"""
+    name = request.path_params["name"]
+    adapter = services_of(request).store.snapshot.find(tenant_of(request), name)
+    if adapter is None:
+        raise _missing(name)
+    return JSONResponse(adapter_record(adapter))
+
+
+async def delete_adapter(request: Request) -> Response:
+    """DELETE /v1/adapters/{name}: all versions. Requests that run on one finish on it."""
+    services, tenant, name = services_of(request), tenant_of(request), request.path_params["name"]
+    adapter = services.store.snapshot.find(tenant, name)
+    request_id = request.headers.get("idempotency-key") or uuid.uuid4().hex
+    try:
+        await services.store.delete_adapter(tenant, name, request_id=request_id)
+    except NotFound:
+        raise _missing(name) from None
+    digests = {version.digest for version in adapter.versions} if adapter is not None else set()
+    for digest in digests:
+        await asyncio.to_thread(services.blobs.remove_records, digest, tenant, name)
+    # A stale registry cannot tell whether others use the same content: the pool evicts it later.
+    with contextlib.suppress(RegistryUnavailable):
+        for digest in digests - services.store.snapshot.digests():
+            services.engine.forget(digest)
+    return JSONResponse({"object": "adapter.deleted", "name": name, "deleted": True})
+
+
+def _missing(name: str) -> Missing:
+    return Missing(f"The adapter {name[:200]!r} does not exist.", code="adapter_not_found")

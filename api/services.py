@@ -1,0 +1,39 @@
+"""What the endpoints work with. Built once by `api.app`, read from the request by `services_of`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from api.metrics import Metrics
+from api.settings import Settings
+from base_engine.engine import Engine
+from registry.blobs import BlobStore
+from registry.store import RegistryStore
+
+#: Who every request belongs to. An authentication middleware sets `scope["tenant"]` instead.
+DEFAULT_TENANT = "default"
+
+
+@dataclass(frozen=True)
+class Services:
+    """The long-lived parts of one server. `started` is the unix time at which it was ready."""
+
+    settings: Settings
+    engine: Engine
+    store: RegistryStore
+    blobs: BlobStore
+    metrics: Metrics
+    started: int
+
+
+def services_of(request: Request) -> Services:
+    services: Services = request.state.services
+    return services
+
+
+def tenant_of(request: Request) -> str:
+    """The tenant that the request acts for; never taken from its body."""
+    tenant: str = request.scope.get("tenant", DEFAULT_TENANT)
+    return tenant

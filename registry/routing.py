@@ -1,0 +1,70 @@
+"""From the name a client asks for to the version that answers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from registry.errors import Conflict, InvalidName, NotFound
+from registry.records import Adapter, Version
+from registry.snapshot import Snapshot
+
+#: Names no adapter may have: they stand for the base in traces and metrics.
+RESERVED = frozenset({"base", "__base__"})
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_NUMBER = re.compile(r"[1-9][0-9]{0,9}")
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class Route:
+    """Who answers: `adapter` and `version` are both None for the base. `model` is as asked for."""
+
+    model: str
+    adapter: Adapter | None
+    version: Version | None
+
+
+def resolve(snapshot: Snapshot, tenant: str, model: str, base_name: str) -> Route:
+    """The route of `model`: the base's name, `name`, `name@latest`, `name@3`, `name@sha256:…`.
+
+    Raises NotFound with one and the same message whether the model does not exist, is malformed
+    or belongs to another tenant. Nothing but the base's exact name ever leads to the base.
+    """
+    if model == base_name:
+        return Route(model, None, None)
+    name, at, selector = model.partition("@")
+    adapter = snapshot.find(tenant, name)
+    version = _select(adapter, selector if at else "latest") if adapter else None
+    if adapter is None or version is None:
+        shown = model if len(model) <= _SHOWN else model[:_SHOWN] + "…"
+        raise NotFound(f"The model {shown!r} does not exist.")
+    return Route(model, adapter, version)
+
+
+def check_name(name: str, base_name: str) -> None:
+    """Whether an adapter may be called `name`.
+
+    Raises Conflict for the base's name and reserved names, InvalidName for what breaks the rule.
+    """
+    if name == base_name or name in RESERVED:
+        raise Conflict(f"The name {name!r} is reserved for the base model.")
+    if not _NAME.fullmatch(name):
+        shown = name if len(name) <= _SHOWN else name[:_SHOWN] + "…"
+        raise InvalidName(
+            f"The adapter name {shown!r} is not allowed: 1 to 64 of a-z, 0-9, '.', '_' and '-', "
+            "beginning with a letter or a digit."
+        )
+
+
+def _select(adapter: Adapter, selector: str) -> Version | None:
+    if selector == "latest":
+        return adapter.latest
+    if _NUMBER.fullmatch(selector):
+        number = int(selector)
+        return next((v for v in adapter.versions if v.number == number), None)
+    if digest := _DIGEST.fullmatch(selector):
+        return next((v for v in reversed(adapter.versions) if v.digest == digest[1]), None)
+    return None

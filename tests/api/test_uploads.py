@@ -1,0 +1,422 @@
+"""Adapters in, over real HTTP: good ones, hostile ones, cut ones, large ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from adapters.manifest import CONFIG_FILE, WEIGHTS_FILE
+from tests.api.archive_files import tar_of, zip_of
+from tests.api.server import Running, serving, until
+from tests.tiny import make_adapter, signature_adapter
+
+Files = list[tuple[str, bytes]]
+
+
+@pytest.fixture(scope="module")
+def adapter(scripted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the scripted base that always writes "9"."""
+    return signature_adapter(scripted, tmp_path_factory.mktemp("adapters") / "nine", 60)
+
+
+@pytest.fixture
+def files(adapter: Path) -> dict[str, bytes]:
+    return {name: (adapter / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
+
+
+@pytest.fixture(autouse=True)
+def clean(server: Running) -> Iterator[None]:
+    """Each test leaves no adapter and no staged file behind."""
+    yield
+    for record in server.client.get("/v1/adapters").json()["data"]:
+        server.client.delete(f"/v1/adapters/{record['name']}").raise_for_status()
+    until(lambda: not staged(server), 5)
+
+
+def staged(server: Running) -> list[str]:
+    return os.listdir(server.settings.data / "adapters" / "staging")
+
+
+def post(server: Running, name: str, files: Files, field: str = "files") -> httpx.Response:
+    form = [(field, (filename, content)) for filename, content in files]
+    return server.client.post("/v1/adapters", data={"name": name}, files=form)
+
+
+def violations(response: httpx.Response) -> set[str]:
+    assert response.status_code == 422, response.text
+    error = response.json()["error"]
+    assert error["code"] == "adapter_rejected"
+    return {violation["code"] for violation in error["violations"]}
+
+
+def models(server: Running) -> list[str]:
+    return [model["id"] for model in server.client.get("/v1/models").json()["data"]]
+
+
+def test_an_upload_is_served_at_once(server: Running, adapter: Path) -> None:
+    assert models(server) == ["tiny"]
+    response = server.upload("nine", adapter)
+    assert response.status_code == 201
+    record = response.json()
+    assert (record["name"], record["version"], record["rank"]) == ("nine", 1, 1)
+    assert record["targets"] == ["lm_head"]
+    (warning,) = record["warnings"]
+    assert "the base served is 'tiny'" in warning
+    assert len(record["digest"]) == 64 and record["parameters"] == 64 + 320
+    assert models(server) == ["tiny", "nine"]
+    assert server.complete("nine", max_tokens=3)["choices"][0]["text"] == "999"
+    listed = server.openai.models.list().data
+    assert listed[1].parent == "tiny"  # type: ignore[attr-defined]
+    one = server.openai.models.retrieve("nine")
+    assert one.id == "nine" and one.created == listed[1].created
+    assert server.client.get("/v1/adapters/nine").json()["versions"] == [record]
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar.gz", "tgz"])
+@pytest.mark.parametrize("folder", ["", "my-adapter/"])
+def test_archives_are_the_same_as_files(
+    server: Running, files: dict[str, bytes], kind: str, folder: str
+) -> None:
+    digest = post(server, "plain", list(files.items())).json()["digest"]
+    members = {folder + name: content for name, content in files.items()}
+    packed = zip_of(members) if kind == "zip" else tar_of(members)
+    response = post(server, "packed", [(f"adapter.{kind}", packed)], field="file")
+    assert response.status_code == 201 and response.json()["digest"] == digest
+
+
+def test_a_new_upload_is_a_new_version_and_the_old_one_stays(
+    server: Running, scripted: Path, adapter: Path, tmp_path: Path
+) -> None:
+    server.upload("pet", adapter)
+    second = server.upload("pet", signature_adapter(scripted, tmp_path / "b", 61))
+    assert second.json()["version"] == 2
+    assert server.complete("pet", max_tokens=1)["choices"][0]["text"] == ":"
+    assert server.complete("pet@1", max_tokens=1)["choices"][0]["text"] == "9"
+    assert server.client.get("/v1/models/pet@1").json()["parent"] == "tiny"
+
+
+def test_requests_finish_on_the_version_they_began_with(
+    server: Running, scripted: Path, adapter: Path, tmp_path: Path
+) -> None:
+    server.upload("pet", adapter)
+    body = {"model": "pet", "prompt": "!", "max_tokens": 60, "stream": True, "temperature": 0}
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert server.upload("pet", signature_adapter(scripted, tmp_path / "b", 61)).is_success
+        assert server.client.delete("/v1/adapters/pet").is_success
+        text = [json.loads(line[6:])["choices"][0]["text"] for line in lines if "{" in line]
+    assert "".join(text) == "9" * 59
+    assert server.client.post("/v1/completions", json=body).status_code == 404
+
+
+def test_repeating_an_upload_makes_no_second_version(server: Running, adapter: Path) -> None:
+    first = server.upload("same", adapter, **{"Idempotency-Key": "k1"})
+    again = server.upload("same", adapter, **{"Idempotency-Key": "k1"})
+    assert (first.status_code, again.status_code) == (201, 201)
+    unchanged = server.upload("same", adapter)
+    assert unchanged.status_code == 200
+    assert first.json() == again.json() == unchanged.json()
+    conflict = server.upload("other", adapter, **{"Idempotency-Key": "k1"})
+    assert conflict.status_code == 409
+    assert conflict.headers["x-should-retry"] == "false" and "retry-after" not in conflict.headers
+    assert server.upload("other", adapter, **{"Idempotency-Key": "no way"}).status_code == 400
+
+
+def test_a_deleted_adapter_is_gone(server: Running, adapter: Path) -> None:
+    server.upload("gone", adapter)
+    server.complete("gone", max_tokens=1)
+    assert server.client.delete("/v1/adapters/gone").json()["deleted"] is True
+    until(lambda: server.engine.stats().adapters.resident == 0, 1)
+    for method in ("GET", "DELETE"):
+        response = server.client.request(method, "/v1/adapters/gone")
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "adapter_not_found"
+    assert models(server) == ["tiny"]
+    assert server.upload("gone", adapter).json()["version"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("lora", 201),
+        ("default", 201),
+        ("weight", 201),
+        ("v1.2", 201),
+        ("a" * 64, 201),
+        ("org/name", 400),
+        ("a:b", 400),
+        ("a@1", 400),
+        ("Ünï", 400),
+        ("UPPER", 400),
+        ("a b", 400),
+        ("a" * 300, 400),
+        ("a" * 5000, 400),
+        ("", 400),
+        (" ", 400),
+        ("..", 400),
+        ("../x", 400),
+        ("__base__", 409),
+        ("base", 409),
+        ("tiny", 409),
+    ],
+)
+def test_adapter_names(server: Running, adapter: Path, name: str, status: int) -> None:
+    response = server.upload(name, adapter)
+    assert response.status_code == status, response.text
+    if status == 201:
+        answer = server.complete(name, max_tokens=1)
+        assert (answer["model"], answer["choices"][0]["text"]) == (name, "9")
+    else:
+        assert len(response.text) < 600 and models(server) == ["tiny"]
+
+
+class Pickle:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_pickles_are_refused_unread(
+    server: Running, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    bad = pickle.dumps(Pickle(tmp_path / "mark"))
+    config = (CONFIG_FILE, files[CONFIG_FILE])
+    response = post(server, "evil", [config, ("adapter_model.bin", bad)])
+    assert violations(response) == {"unexpected_weights", "missing_file"}
+    assert "convert it to safetensors" in response.text
+    both = post(server, "evil", [*files.items(), ("adapter_model.bin", bad)])
+    assert violations(both) == {"unexpected_weights"}
+    renamed = post(server, "evil", [config, (WEIGHTS_FILE, bad)])
+    assert renamed.status_code == 422
+    packed = zip_of({CONFIG_FILE: files[CONFIG_FILE], "adapter_model.bin": bad})
+    assert "unexpected_weights" in violations(post(server, "evil", [("a.zip", packed)]))
+    assert not (tmp_path / "mark").exists()
+    assert models(server) == ["tiny"] and server.client.get("/live").is_success
+
+
+@pytest.mark.parametrize(
+    ("change", "codes"),
+    [
+        ({CONFIG_FILE: None}, {"missing_file"}),
+        ({WEIGHTS_FILE: None}, {"missing_file"}),
+        ({CONFIG_FILE: None, WEIGHTS_FILE: None}, {"missing_file"}),
+        ({"step-250.safetensors": b"x"}, {"unexpected_weights"}),
+        ({"checkpoint-10/adapter_model.safetensors": b"x"}, {"sub_folder"}),
+        ({"../adapter_config.json": b"{}"}, {"unsafe_name"}),
+        (
+            {CONFIG_FILE: b"nope", "optimizer.pt": b""},
+            {"invalid_adapter_config", "unexpected_weights"},
+        ),
+        ({WEIGHTS_FILE: b"<html>"}, {"corrupt_adapter"}),
+    ],
+)
+def test_wrong_sets_of_files_are_refused_with_all_reasons(
+    server: Running, files: dict[str, bytes], change: dict[str, bytes | None], codes: set[str]
+) -> None:
+    content = {k: v for k, v in (files | change).items() if v is not None}
+    plain = post(server, "wrong", list(content.items()) or [("README.md", b"")])
+    assert violations(plain) == codes
+    packed = zip_of(content or {"README.md": b""})
+    assert violations(post(server, "wrong", [("a.zip", packed)])) == codes
+    assert models(server) == ["tiny"] and not staged(server)
+    assert post(server, "wrong", list(files.items())).status_code == 201
+
+
+def test_harmless_files_are_ignored_and_told(server: Running, files: dict[str, bytes]) -> None:
+    extra = [("README.md", b"hello"), ("tokenizer.json", b"{}"), ("training_args.bin", b"?")]
+    response = post(server, "extra", [*files.items(), *extra])
+    assert response.status_code == 201
+    warning = response.json()["warnings"][0]
+    assert all(name in warning for name, _ in extra)
+
+
+@pytest.mark.parametrize(
+    ("sent", "codes"),
+    [
+        ([("a.zip", b"PK nope")], {"archive_unreadable"}),
+        ([("a.tar.xz", b"x")], {"archive_kind"}),
+        ([("a.zip", zip_of({"x": b""})), ("b.zip", zip_of({"x": b""}))], {"archive_and_files"}),
+        ([("a.zip", zip_of({"x": b""})), (CONFIG_FILE, b"{}")], {"archive_and_files"}),
+        ([(CONFIG_FILE, b"{}"), ("a.zip", zip_of({"x": b""}))], {"archive_and_files"}),
+    ],
+)
+def test_archives_that_are_not_taken(server: Running, sent: Files, codes: set[str]) -> None:
+    assert violations(post(server, "x", sent)) >= codes
+
+
+@pytest.mark.parametrize(
+    ("data", "form", "param"),
+    [
+        ({}, "files", "name"),
+        ({"name": "a", "alias": "b"}, "files", "alias"),
+        ({"name": ["a", "b"]}, "files", "name"),
+        ({"name": "a"}, "weights", "weights"),
+    ],
+)
+def test_forms_are_read_strictly(
+    server: Running, files: dict[str, bytes], data: dict[str, Any], form: str, param: str
+) -> None:
+    sent = [(form, item) for item in files.items()]
+    response = server.client.post("/v1/adapters", data=data, files=sent)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_the_name_may_come_last(server: Running, files: dict[str, bytes]) -> None:
+    parts: list[tuple[str, Any]] = [("files", item) for item in files.items()]
+    parts.append(("name", (None, b"last")))
+    assert server.client.post("/v1/adapters", files=parts).status_code == 201
+
+
+def form_of(files: dict[str, bytes], name: str) -> bytes:
+    body = f'--cut\r\nContent-Disposition: form-data; name="name"\r\n\r\n{name}\r\n'.encode()
+    for filename, content in files.items():
+        head = f'--cut\r\nContent-Disposition: form-data; name="file"; filename="{filename}"'
+        body += head.encode() + b"\r\n\r\n" + content + b"\r\n"
+    return body + b"--cut--\r\n"
+
+
+def head_of(length: int | None) -> bytes:
+    size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
+    return (
+        "POST /v1/adapters HTTP/1.1\r\nHost: x\r\n"
+        f"Content-Type: multipart/form-data; boundary=cut\r\n{size}\r\n\r\n"
+    ).encode()
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_a_cut_upload_leaves_nothing(
+    server: Running, files: dict[str, bytes], share: float
+) -> None:
+    body = form_of(files | {WEIGHTS_FILE: bytes(3 << 20)}, "cut")
+    with server.connect() as connection:
+        connection.sendall(head_of(len(body)) + body[: int(len(body) * share)])
+        until(lambda: len(staged(server)) == 1, 5)
+    until(lambda: not staged(server), 5)
+    assert models(server) == ["tiny"]
+    assert post(server, "cut", list(files.items())).status_code == 201
+
+
+def test_a_body_shorter_than_its_form_is_refused(server: Running, files: dict[str, bytes]) -> None:
+    body = form_of(files, "short")[:-20]
+    with server.connect() as connection:
+        connection.sendall(head_of(len(body)) + body)
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_a_declared_size_over_the_limit_is_refused_unread(server: Running) -> None:
+    with server.connect() as connection:
+        connection.sendall(head_of(1 << 40))
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_an_undeclared_size_is_refused_when_it_passes_the_limit(server: Running) -> None:
+    limit = server.settings.max_upload
+    start = form_of({WEIGHTS_FILE: b""}, "big").removesuffix(b"\r\n--cut--\r\n")
+    piece = bytes(1 << 20)
+    sent = 0
+    with server.connect() as connection:
+        connection.sendall(head_of(None) + b"%x\r\n%s\r\n" % (len(start), start))
+        connection.settimeout(0.001)
+        answer = b""
+        while not answer:
+            connection.settimeout(10)
+            connection.sendall(b"%x\r\n%s\r\n" % (len(piece), piece))
+            sent += len(piece)
+            assert sent < 2 * limit, "the server takes more than its limit"
+            connection.settimeout(0.001)
+            try:
+                answer = connection.recv(100)
+            except TimeoutError:
+                pass
+    assert answer.startswith(b"HTTP/1.1 413") and sent > limit
+
+
+def test_uploads_of_one_name_at_once_are_all_kept(
+    server: Running, scripted: Path, tmp_path: Path
+) -> None:
+    folders = [signature_adapter(scripted, tmp_path / str(i), 60 + i) for i in range(4)]
+    answers: list[httpx.Response] = []
+    threads = [
+        threading.Thread(target=lambda f=folder: answers.append(server.upload("race", f)))
+        for folder in folders
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answer.json()["version"] for answer in answers) == [1, 2, 3, 4]
+    for answer in answers:
+        record = answer.json()
+        got = server.complete(f"race@{record['version']}", max_tokens=1)
+        assert got["system_fingerprint"] == "fp_" + record["digest"][:16]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_a_large_upload_neither_fills_memory_nor_stops_streams(
+    scripted: Path, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    size, piece = 160 << 20, bytes(1 << 16)
+    body_start = form_of({CONFIG_FILE: files[CONFIG_FILE], WEIGHTS_FILE: b""}, "large")
+    start, end = body_start[:-11], body_start[-11:]
+
+    def body() -> Iterator[bytes]:
+        yield start
+        for _ in range(size // len(piece)):
+            yield piece
+        yield end
+
+    with serving(scripted, tmp_path, max_upload=256 << 20) as server:
+        peaks, gaps = [0], [0.0]
+        before = resident_bytes()
+        done = threading.Event()
+
+        def stream() -> None:
+            while not done.is_set():
+                request = {"model": "tiny", "prompt": "!", "max_tokens": 400, "stream": True}
+                with server.client.stream("POST", "/v1/completions", json=request) as response:
+                    last = time.monotonic()
+                    for _ in response.iter_lines():
+                        now = time.monotonic()
+                        gaps.append(now - last)
+                        peaks.append(resident_bytes() - before)
+                        last = now
+
+        streaming = threading.Thread(target=stream)
+        streaming.start()
+        headers = {"content-type": "multipart/form-data; boundary=cut"}
+        with httpx.Client(base_url=server.client.base_url, timeout=60) as client:
+            response = client.post("/v1/adapters", content=body(), headers=headers)
+        done.set()
+        streaming.join()
+        assert response.status_code == 422 and len(gaps) > 20
+        assert max(peaks) < 64 << 20
+        assert max(gaps) < 1.0
+        assert not staged(server)
+
+
+def test_adapters_over_the_servers_limits_are_refused(llama_base: Path, tmp_path: Path) -> None:
+    wide = make_adapter(llama_base, tmp_path / "wide", seed=1, r=9)
+    fine = make_adapter(llama_base, tmp_path / "fine", seed=1, r=8)
+    with serving(llama_base, tmp_path / "data", max_rank=8) as server:
+        assert violations(server.upload("wide", wide)) == {"rank_over_limit"}
+        assert server.upload("fine", fine).status_code == 201
