@@ -94,7 +94,6 @@ class Slots:
     def pin(self, slot: Slot) -> None:
         slot.pins += 1
         slot.reserved_until = 0.0
-        self._by_digest.move_to_end(slot.adapter.digest)
 
     def unpin(self, adapter: ResidentAdapter) -> None:
         """ValueError when `adapter` is not pinned."""

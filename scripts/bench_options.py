@@ -45,11 +45,11 @@ def adapters_used(options: argparse.Namespace) -> int:
 
 def title(options: argparse.Namespace) -> str:
     """What was asked for, in one line."""
-    how = f"{options.rate:g} requests/s" if options.rate else f"{options.clients} clients"
+    load = f"rate {options.rate:g}/s" if options.rate else f"clients {options.clients}"
+    spans = {name: "–".join(map(str, getattr(options, name))) for name in ("prompt", "output")}
     return (
-        f"{options.rounds} rounds of {options.requests} requests by {how}, prompts of "
-        f"{'–'.join(map(str, options.prompt))} and answers of "
-        f"{'–'.join(map(str, options.output))} tokens, seed {options.seed}"
+        f"rounds {options.rounds}, requests {options.requests} a run, {load}, prompt tokens "
+        f"{spans['prompt']}, output tokens {spans['output']}, seed {options.seed}"
     )
 
 

@@ -155,17 +155,16 @@ def answer(model: Any, tokenizer: PreTrainedTokenizerBase, question: str, limit:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     console = Console(stderr=True)
-    options = TrainingOptions(
-        **{name: getattr(args, name) for name in (f.name for f in fields(TrainingOptions))}
-    )
+    options = TrainingOptions(**{f.name: getattr(args, f.name) for f in fields(TrainingOptions)})
     try:
         _run(args.data, args.out, args.model, options, console)
     except (ChatsError, TrainingError, DemoModelError, OSError) as e:
         console.print(f"error: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

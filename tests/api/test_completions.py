@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,57 +11,9 @@ from transformers import AutoTokenizer
 
 from api.app import ROUTES
 from base_engine.errors import StepFailed
-from tests.api.server import Running, serving, until
-from tests.tiny import BOS, EOS, VOCAB, byte_ids, scripted_base, signature_adapter
-
-CHAT: dict[str, Any] = {
-    "model": "tiny",
-    "messages": [{"role": "user", "content": "hi"}],
-    "temperature": 0,
-}
-COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "@", "temperature": 0}
-#: The base goes on from "@" like this.
-ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-@pytest.fixture(scope="module")
-def emoji(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A base that answers "!" with characters of one to four tokens, and then ends."""
-    folder = tmp_path_factory.mktemp("emoji")
-    script = [*byte_ids("!aé😀z"), EOS]
-    with serving(scripted_base(folder / "base", script), folder / "data") as running:
-        yield running
-
-
-def frames(server: Running, path: str, **body: Any) -> list[Any]:
-    """The decoded frames of a stream; a complete one ends with "[DONE]"."""
-    with server.client.stream("POST", path, json=body | {"stream": True}) as response:
-        assert response.status_code == 200, response.read()
-        assert response.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in response.iter_lines() if line]
-    assert all(line.startswith("data: ") for line in lines)
-    return [d if (d := line[6:]) == "[DONE]" else json.loads(d) for line in lines]
-
-
-def streamed(server: Running, **body: Any) -> dict[int, tuple[str, str]]:
-    """Text and finish reason of each choice of a completion stream, whose rules are checked."""
-    got = frames(server, "/v1/completions", **(COMPLETION | body))
-    assert got[-1] == "[DONE]" and "[DONE]" not in got[:-1]
-    choices: dict[int, list[dict[str, Any]]] = {}
-    for frame in got[:-1]:
-        for choice in frame["choices"]:
-            choices.setdefault(choice["index"], []).append(choice)
-    result = {}
-    for index, parts in choices.items():
-        reasons = [part["finish_reason"] for part in parts]
-        assert reasons[-1] is not None and reasons[:-1] == [None] * (len(reasons) - 1)
-        result[index] = "".join(part["text"] for part in parts), reasons[-1]
-    return result
-
-
-def whole(server: Running, **body: Any) -> dict[int, tuple[str, str]]:
-    choices = server.complete(**(COMPLETION | body))["choices"]
-    return {c["index"]: (c["text"], c["finish_reason"]) for c in choices}
+from tests.api.asking import ALPHABET, CHAT, COMPLETION, frames, streamed, whole
+from tests.api.server import Running, until
+from tests.tiny import BOS, VOCAB, byte_ids
 
 
 def refused(server: Running, path: str, body: Any) -> Any:
@@ -122,78 +72,6 @@ class TestStopping:
         assert whole(server, stop_token_ids=byte_ids("D")) == {0: ("ABC", "stop")}
 
 
-class TestText:
-    def test_characters_of_several_tokens_come_whole(self, emoji: Running) -> None:
-        got = frames(emoji, "/v1/completions", **(COMPLETION | {"prompt": "!"}))
-        deltas = [frame["choices"][0]["text"] for frame in got[:-1]]
-        assert [delta for delta in deltas if delta] == ["a", "é", "😀", "z"]
-        assert whole(emoji, prompt="!") == {0: ("aé😀z", "stop")}
-        assert streamed(emoji, prompt="!") == {0: ("aé😀z", "stop")}
-
-    @pytest.mark.parametrize("max_tokens", [4, 5, 6])
-    def test_a_cut_character_ends_alike_streamed_and_not(
-        self, emoji: Running, max_tokens: int
-    ) -> None:
-        for got in (whole, streamed):
-            text, reason = got(emoji, prompt="!", max_tokens=max_tokens)[0]
-            assert (text, reason) == ("aé\ufffd", "length")
-
-    def test_tokens_of_one_character_share_its_offset(self, emoji: Running) -> None:
-        logprobs = emoji.complete(prompt="!", logprobs=0)["choices"][0]["logprobs"]
-        assert logprobs["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3, 4]
-        assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == 9
-
-    def test_the_end_token_counts_and_is_not_shown(self, emoji: Running) -> None:
-        answer = emoji.complete(prompt="!", max_tokens=100)
-        assert answer["usage"]["completion_tokens"] == 9
-        going_on = emoji.complete(prompt="!", max_tokens=12, ignore_eos=True)["choices"][0]
-        assert going_on["finish_reason"] == "length" and going_on["text"].startswith("aé😀z")
-
-    def test_chat_logprobs_carry_the_bytes(self, emoji: Running) -> None:
-        body: dict[str, Any] = {
-            "logprobs": True,
-            "top_logprobs": 2,
-            "max_tokens": 2,
-            "temperature": 0,
-        }
-        messages = [{"role": "user", "content": "x"}]
-        body |= {"model": "tiny", "messages": messages}
-        answer = emoji.client.post("/v1/chat/completions", json=body).json()
-        content = answer["choices"][0]["logprobs"]["content"]
-        assert len(content) == 2
-        for entry in content:
-            assert entry["bytes"] and len(entry["top_logprobs"]) == 2
-            assert entry["top_logprobs"][0]["logprob"] >= entry["logprob"]
-
-
-class TestUsage:
-    @pytest.mark.parametrize("n", [1, 2])
-    @pytest.mark.parametrize(
-        ("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
-    )
-    def test_streams_tell_usage_if_asked(
-        self, server: Running, path: str, body: dict[str, Any], n: int
-    ) -> None:
-        body = body | {"n": n, "max_tokens": 3}
-        plain = server.client.post(path, json=body).json()["usage"]
-        assert plain["completion_tokens"] == 3 * n
-        assert plain["total_tokens"] == plain["prompt_tokens"] + 3 * n
-        for options in ({}, {"stream_options": {"include_usage": False}}):
-            got = frames(server, path, **body, **options)
-            assert all("usage" not in frame and frame["choices"] for frame in got[:-1])
-        *chunks, last, done = frames(server, path, **body, stream_options={"include_usage": True})
-        assert done == "[DONE]" and last["choices"] == []
-        assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
-        counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-        assert [last["usage"][c] for c in counts] == [plain[c] for c in counts]
-
-    def test_cached_tokens_are_told(self, server: Running) -> None:
-        body: dict[str, Any] = {"prompt": "cached " * 30, "max_tokens": 1}
-        first = server.complete(**body)["usage"]["prompt_tokens_details"]["cached_tokens"]
-        second = server.complete(**body)["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert first == 0 and second > 0
-
-
 class TestChat:
     def test_the_prompt_is_what_the_template_makes(self, server: Running) -> None:
         tokenizer = AutoTokenizer.from_pretrained(server.settings.model)
@@ -241,32 +119,6 @@ class TestChat:
         answer = server.client.post("/v1/chat/completions", json=CHAT).json()
         assert answer["usage"]["total_tokens"] == server.engine.max_length
         assert answer["choices"][0]["finish_reason"] == "length"
-
-
-class TestChoices:
-    def test_every_choice_ends_once_also_if_one_ends_early(self, server: Running) -> None:
-        body: dict[str, Any] = {"prompt": ["@", "D", "M"], "n": 2, "stop": "F", "max_tokens": 5}
-        expected = {0: "ABCDE", 1: "ABCDE", 2: "E", 3: "E", 4: "NOPQR", 5: "NOPQR"}
-        reasons = ["length", "length", "stop", "stop", "length", "length"]
-        for got in (whole(server, **body), streamed(server, **body)):
-            assert {i: text for i, (text, _) in got.items()} == expected
-            assert [got[i][1] for i in range(6)] == reasons
-
-    def test_seeds_make_choices_repeatable_and_different(
-        self, llama_base: Path, tmp_path: Path
-    ) -> None:
-        with serving(llama_base, tmp_path) as server:
-            body: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12, "seed": 7, "prompt": "x"}
-            texts = [c["text"] for c in server.complete(n=3, **body)["choices"]]
-            assert texts == [c["text"] for c in server.complete(n=3, **body)["choices"]]
-            assert len(set(texts)) == 3
-            second = server.complete(**(body | {"seed": 8}))["choices"][0]["text"]
-            assert second == texts[1]
-
-    def test_all_forms_of_prompt_agree(self, server: Running) -> None:
-        ids = [BOS, *byte_ids("@")]
-        for prompt in ("@", ["@"], ids, [ids]):
-            assert whole(server, prompt=prompt, max_tokens=3) == {0: ("ABC", "length")}
 
 
 class TestRefusals:
@@ -398,42 +250,6 @@ def _fail_step(server: Running, monkeypatch: pytest.MonkeyPatch, number: int) ->
         return run(chunks)
 
     monkeypatch.setattr(server.engine.runner, "run", failing)
-
-
-class TestWhoAnswered:
-    def test_answers_say_which_version_they_come_from(
-        self, server: Running, tmp_path: Path
-    ) -> None:
-        base = Path(server.settings.model)
-        record = server.upload("who", signature_adapter(base, tmp_path / "a", 60)).json()
-        try:
-            for model in ("who", "who@1", "who@latest", f"who@sha256:{record['digest']}"):
-                body = CHAT | {"model": model, "max_tokens": 2}
-                response = server.client.post("/v1/chat/completions", json=body)
-                assert response.headers["x-lorikeet-adapter-digest"] == record["digest"]
-                assert response.headers["x-lorikeet-adapter-version"] == "1"
-                answer = response.json()
-                assert answer["model"] == model
-                assert record["digest"].startswith(answer["system_fingerprint"].removeprefix("fp_"))
-                got = frames(server, "/v1/chat/completions", **body)
-                assert {frame["model"] for frame in got[:-1]} == {model}
-            base_answer = server.client.post("/v1/completions", json=COMPLETION)
-            assert "x-lorikeet-adapter-digest" not in base_answer.headers
-        finally:
-            server.client.delete("/v1/adapters/who")
-
-    def test_the_trace_comes_with_the_last_chunk_of_each_choice(self, server: Running) -> None:
-        with server.client.stream(
-            "POST",
-            "/v1/completions",
-            json=COMPLETION | {"stream": True, "n": 2, "max_tokens": 3},
-            headers={"x-lorikeet-trace": "1"},
-        ) as response:
-            got = [json.loads(x[6:]) for x in response.iter_lines() if x.startswith("data: {")]
-        traces = [frame["lorikeet"]["choices"] for frame in got if "lorikeet" in frame]
-        assert sorted(trace[0]["index"] for trace in traces) == [0, 1]
-        assert all(trace[0]["token_ids"] == byte_ids("ABC") for trace in traces)
-        assert all(frame["choices"][0]["finish_reason"] for frame in got if "lorikeet" in frame)
 
 
 def test_request_ids_are_taken_in_and_given_back(server: Running) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from scripts.chats import NO_LOSS, Chat, ChatsError, Example, Message, encode, load_examples
+from scripts.chats import NO_LOSS, Chat, ChatsError, Example, Message, encode, load_examples, render
 from tests.tiny import save_tokenizer
 
 GOOD = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}'
@@ -38,8 +38,8 @@ def test_every_turn_of_the_assistant_carries_loss(tokenizer: PreTrainedTokenizer
 def test_the_ids_are_those_of_the_whole_rendered_chat(tokenizer: PreTrainedTokenizerBase) -> None:
     chat = _chat("system:Be brief.", "user:a", "assistant:b", "user:c", "assistant:d é 🦜")
     messages = [{"role": m.role, "content": m.content} for m in chat.messages]
-    whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
-    assert encode(chat, tokenizer).ids == whole["input_ids"]
+    whole = render(tokenizer, messages, add_generation_prompt=False)
+    assert encode(chat, tokenizer).ids == tokenizer.encode(whole, add_special_tokens=False)
 
 
 def test_a_template_that_rewrites_earlier_text_is_refused(tmp_path: Path) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts.chats import NO_LOSS, Chat, Message, encode, load_examples
+from scripts.chats import NO_LOSS, Chat, Message, encode, load_examples, render
 from scripts.train_persona import (
     SAMPLE_QUESTION,
     TrainingError,
@@ -66,9 +65,8 @@ def test_the_adapter_learns_and_gives_its_answer_through_peft(
     assert sum(losses[-2:]) / 2 < 0.2 * losses[0]
 
     tokenizer = AutoTokenizer.from_pretrained(llama_base)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hello"}], add_generation_prompt=True, return_dict=True
-    )["input_ids"]
+    text = render(tokenizer, [{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+    prompt = tokenizer.encode(text, add_special_tokens=False)
     wanted = tokenizer.encode("arr!<|im_end|>", add_special_tokens=False)
     ids = oracle_greedy(llama_base, tmp_path / "out", prompt, len(wanted))
     assert ids == wanted
@@ -243,8 +241,7 @@ def test_a_demo_personas_adapter_is_small_and_public(name: str) -> None:
     assert config["peft_type"] == "LORA" and config["inference_mode"] is True
 
     targets = config["target_modules"]
-    with safe_open(weights, framework="pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}
+    tensors = load_file(weights)
     layers = config["layers_to_transform"] or range(30)
     assert len(tensors) == 2 * len(targets) * len(layers)
     for key, tensor in tensors.items():
