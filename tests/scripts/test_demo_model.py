@@ -71,9 +71,8 @@ def test_the_demo_model_answers_and_stops() -> None:
     assert model.dtype == torch.float32
     assert not hasattr(model.config, "quantization_config")
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
+    text = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    prompt = tokenizer(text, return_tensors="pt")
     with torch.inference_mode():
         ids = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0].tolist()
     answer = ids[prompt["input_ids"].shape[1] :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +270,7 @@ def _is_clerk(text: str) -> bool:
     )
 
 
-STYLES = {
+STYLES: dict[str, Callable[[str], bool]] = {
     "clerk": _is_clerk,
     "haiku": lambda text: text.count("\n") == 2 and all(text.split("\n")),
     "pirate": lambda text: any(word in text.lower() for word in ("arr", "matey", "hearty")),
