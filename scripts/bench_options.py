@@ -17,7 +17,7 @@ AMOUNTS: dict[str, tuple[Any, Any]] = {
     "rounds": (3, 1),
     "prompt": ((32, 256), (32, 64)),
     "output": ((32, 128), (16, 32)),
-    "time_limit": (1800, 120),
+    "time_limit": (1800, 300),
 }
 
 REPORTED = ("url", "model", "server_flags", "clients", "rate", "seed", "timeout", *AMOUNTS)

@@ -261,4 +261,6 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # all is closed; taking torch's modules apart would only cost seconds

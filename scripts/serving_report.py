@@ -144,7 +144,7 @@ class Report:
             text = f"The time limit ended the run of {self.cut}; there are {runs} whole rounds."
             console.print(text, style="yellow", markup=False)
         for reason, count in self.failures.most_common(_REASONS_SHOWN):
-            console.print(f"failed, {count} times: {reason}", style="red", markup=False)
+            console.print(f"failed ({count}×): {reason}", style="red", markup=False)
         if (more := len(self.failures) - _REASONS_SHOWN) > 0:
             console.print(f"… and {more} other reasons", style="red", markup=False)
 

@@ -129,7 +129,6 @@ def test_a_name_moves_on_while_its_old_version_answers(scripted: Path, tmp_path:
         with server.client.stream("POST", "/v1/completions", json=body) as response:
             lines = (line for line in response.iter_lines() if line.startswith("data: {"))
             parts = [next(lines)]
-            # The server's later steps prove that the stream was still running at the upload.
             assert server.upload("letter", second).json()["version"] == 2
             generated = server.gauges()["generated_tokens_total"]
             assert text(server, "letter") == "BBBB"
