@@ -83,17 +83,19 @@ async def _start(settings: Settings, metrics: Metrics, stack: AsyncExitStack) ->
         server = EmbeddedServer(settings.data / "registry")
         stack.push_async_callback(server.stop)
         url = await server.start()
-    store = await RegistryStore.open(url)
-    stack.push_async_callback(store.close)
-    blobs = await asyncio.to_thread(BlobStore, settings.data / "adapters")
-    await rebuild(store, blobs)
-    await _sweep(store, blobs)
 
+    # Before the store: loading starves the event loop, and the store would think Redis is slow.
     config, name = settings.engine_config(), settings.public_name
     engine = await asyncio.to_thread(Engine, settings.model, config, name, metrics.on_step)
     stack.push_async_callback(asyncio.to_thread, engine.stop)
     engine.start()
     metrics.watch(engine)
+
+    store = await RegistryStore.open(url)
+    stack.push_async_callback(store.close)
+    blobs = await asyncio.to_thread(BlobStore, settings.data / "adapters")
+    await rebuild(store, blobs)
+    await _sweep(store, blobs)
     services = Services(settings, engine, store, blobs, metrics, int(time.time()))
     if settings.seed_adapters is not None:
         await seed(services, settings.seed_adapters)

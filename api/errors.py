@@ -176,6 +176,10 @@ def error_response(request: Request, error: Exception) -> Response:
 
 
 def log_failure(error: Exception, request: Request) -> None:
-    """Log a failure of the server's own, with its traceback, under the request's id."""
+    """Log a failure of the server's own under the request's id, with its traceback.
+
+    Requests cut by a stopping engine are no surprise: a line each is enough.
+    """
     request_id = request.scope.get("request_id", "-")
-    _log.error("request %s failed: %r", request_id, error, exc_info=error)
+    trace = None if isinstance(error, EngineStopped) else error
+    _log.error("request %s failed: %r", request_id, error, exc_info=trace)
