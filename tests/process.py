@@ -58,10 +58,12 @@ class ServerProcess:
             self.kill()
 
     def kill(self) -> None:
-        """kill -9, unless it has ended."""
+        """kill -9, unless it has ended already."""
         self.client.close()
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     def upload(self, name: str, folder: Path) -> httpx.Response:
         """The two adapter files in `folder`, streamed from disk."""
