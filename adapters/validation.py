@@ -40,13 +40,14 @@ class Limits:
     """What an adapter may ask for.
 
     `max_pages_bytes` is the room of the device pool, whose elements have `element_bytes` each: an
-    adapter that could never be resident is refused. `max_scale` is the largest float16, so that
-    every serving dtype can hold the scale.
+    adapter that could never be resident is refused, as is one with values that the pool's `dtype`
+    cannot hold. `max_scale` is the largest float16, so that every serving dtype can hold the scale.
     """
 
     max_rank: int = 256
     max_pages_bytes: int = 512 << 20
     element_bytes: int = 4
+    dtype: str = "float32"
     max_scale: float = 65504.0
 
 
@@ -72,7 +73,7 @@ def validate(
         pairs, violations = find_pairs(table, base)
         report.extend(violations)
         report.extend(_size_violations(pairs, base, limits))
-        report.extend(_non_finite(folder / WEIGHTS_FILE, table))
+        report.extend(_non_finite(folder / WEIGHTS_FILE, table, limits.dtype))
     except AdapterRejected as error:
         report.extend(error.violations)
     if config is not None and table is not None:
@@ -118,21 +119,28 @@ class _Report:
         raise AdapterRejected(violations)
 
 
-# For each dtype, its bits as an unsigned integer and the exponent: all ones in NaN and infinity.
-_EXPONENTS: dict[str, tuple[np.dtype[Any], int]] = {
-    "F32": (np.dtype("<u4"), 0x7F80_0000),
-    "F16": (np.dtype("<u2"), 0x7C00),
-    "BF16": (np.dtype("<u2"), 0x7F80),
+# For each stored dtype, its bits as an unsigned integer; for each served one, the least bits (but
+# for the sign) that are NaN, infinite, or round to infinity in it.
+_BITS: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<u4"),
+    "F16": np.dtype("<u2"),
+    "BF16": np.dtype("<u2"),
+}
+_TOO_LARGE = {
+    "float32": {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80},
+    "bfloat16": {"F32": 0x7F7F_8000, "F16": 0x7C00, "BF16": 0x7F80},
+    "float16": {"F32": 0x477F_F000, "F16": 0x7C00, "BF16": 0x4780},
 }
 
 
-def _non_finite(path: Path, table: TensorTable) -> Iterator[Violation]:
-    """One violation for each tensor of a served dtype with a NaN or an infinity in it."""
+def _non_finite(path: Path, table: TensorTable, served: str) -> Iterator[Violation]:
+    """One violation for each tensor of a served dtype with a value that `served` cannot hold."""
     with open(path, "rb", buffering=0) as file:
         for tensor in table.tensors:
-            if tensor.dtype not in _EXPONENTS:
+            if tensor.dtype not in _BITS:
                 continue
-            dtype, exponent = _EXPONENTS[tensor.dtype]
+            dtype = _BITS[tensor.dtype]
+            magnitude, least = np.iinfo(dtype).max >> 1, _TOO_LARGE[served][tensor.dtype]
             file.seek(tensor.offset)
             left, bad = tensor.nbytes, 0
             while left:
@@ -141,10 +149,10 @@ def _non_finite(path: Path, table: TensorTable) -> Iterator[Violation]:
                     message = "was cut while it was read"
                     raise AdapterRejected([Violation("corrupt_adapter", path.name, message)])
                 bits = np.frombuffer(chunk, dtype)
-                bad += int(np.count_nonzero((bits & exponent) == exponent))
+                bad += int(np.count_nonzero((bits & magnitude) >= least))
                 left -= len(chunk)
             if bad:
-                message = f"holds {bad} values that are NaN or infinite"
+                message = f"holds {bad} values that are NaN, infinite or too large for {served}"
                 yield Violation("non_finite_weights", tensor.name, message)
 
 

@@ -38,7 +38,8 @@ async def chat_completions(request: Request) -> Response:
     body = decode(await read_body(request, services.settings.max_body), ChatRequest)
     target = _target(services, tenant_of(request), body.model)
     messages = body.template_messages()
-    length = sum(len(message["content"]) for message in messages)
+    _check_text(services, "messages", sum(len(message["content"]) for message in messages))
+    length = sum(len(text) for message in messages for text in message.values())
     encode = services.engine.tokenizer.encode_chat
     ids = encode(messages) if length <= _LONG_TEXT else await asyncio.to_thread(encode, messages)
     return await _answer(request, services, body, target, [ids], ChatAnswer)
@@ -49,8 +50,10 @@ async def completions(request: Request) -> Response:
     services = services_of(request)
     body = decode(await read_body(request, services.settings.max_body), CompletionRequest)
     target = _target(services, tenant_of(request), body.model)
-    prompts = [await _prompt_ids(services, prompt) for prompt in body.prompts()]
-    return await _answer(request, services, body, target, prompts, CompletionAnswer)
+    prompts = body.prompts()
+    length = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    ids = [await _prompt_ids(services, prompt, length > _LONG_TEXT) for prompt in prompts]
+    return await _answer(request, services, body, target, ids, CompletionAnswer)
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,14 @@ def _target(services: Services, tenant: str, model: str) -> _Target:
     return _Target(route, adapter, tenant)
 
 
-async def _prompt_ids(services: Services, prompt: str | list[int]) -> list[int]:
+async def _prompt_ids(services: Services, prompt: str | list[int], in_thread: bool) -> list[int]:
     if isinstance(prompt, str):
+        _check_text(services, "prompt", len(prompt))
         encode = services.engine.tokenizer.encode
-        if len(prompt) <= _LONG_TEXT:
-            return encode(prompt)
-        return await asyncio.to_thread(encode, prompt)
+        return await asyncio.to_thread(encode, prompt) if in_thread else encode(prompt)
     vocab = services.engine.base.vocab_size
-    for token_id in prompt:
+    # What is longer than the context is refused for its length.
+    for token_id in prompt[: services.engine.max_length]:
         if not 0 <= token_id < vocab:
             message = f"prompt: token id {token_id} is outside the vocabulary, 0 to {vocab - 1}."
             raise BadRequest(message, "prompt", "invalid_token_id")
@@ -149,6 +152,18 @@ async def _answer(
         services.settings.write_timeout,
         lambda: _abort(choices),
     )
+
+
+def _check_text(services: Services, param: str, length: int) -> None:
+    """Refuse a text that is too long whatever its tokens are, before seconds go into them."""
+    longest = services.engine.tokenizer.longest_token
+    limit = services.engine.max_length
+    if longest is not None and length > longest * limit:
+        message = (
+            f"{param}: {length} characters, which are more than {limit} tokens, the "
+            "room of the context."
+        )
+        raise BadRequest(message, param, "context_length_exceeded")
 
 
 def _check(services: Services, body: Sampling, prompts: Sequence[Sequence[int]]) -> None:

@@ -26,6 +26,7 @@ from starlette.responses import Response
 
 from adapters.errors import AdapterRejected, AdapterUnavailable
 from base_engine.errors import EngineStopped, PromptTooLong, QueueFull, StepFailed
+from base_engine.sampler import LogitsNotFinite
 from base_engine.tokenizer import ChatTemplateError, ChatTemplateMissing
 from registry.errors import Conflict, InvalidName, NotFound, RegistryUnavailable, StorageFull
 
@@ -130,6 +131,7 @@ FAULTS: tuple[tuple[type[Exception], Fault], ...] = (
         StepFailed,
         Fault(500, "server_error", "step_failed", "The forward pass of this request failed."),
     ),
+    (LogitsNotFinite, Fault(500, "server_error", "output_not_finite", retry=False)),
 )
 
 _UNKNOWN = Fault(500, "server_error", "internal_error", "The server failed on this request.")

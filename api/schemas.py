@@ -7,7 +7,7 @@ nothing); a field we do not know is refused. Types are exact: `true` is no numbe
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Meta, Struct
@@ -22,6 +22,10 @@ MAX_MESSAGES = 4096
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 COMPLETION_DEFAULT_TOKENS = 16
+
+#: Arrays and objects of one body, brackets within texts counted too: millions of them take
+#: seconds to build, and what they hold is refused anyway.
+MAX_BRACKETS = 1 << 16
 
 _INT31 = 2**31 - 1
 
@@ -178,7 +182,7 @@ class CompletionRequest(Sampling, forbid_unknown_fields=True, frozen=True, kw_on
         if len(kinds) != 1:
             raise BadRequest("prompt: a list must hold only strings or only token ids.", "prompt")
         if kinds == {int}:
-            return [[item for item in self.prompt if isinstance(item, int)]]
+            return [cast("list[int]", self.prompt)]
         if len(self.prompt) > MAX_PROMPTS:
             message = f"prompt: {len(self.prompt)} prompts; at most {MAX_PROMPTS} are taken."
             raise BadRequest(message, "prompt")
@@ -216,6 +220,9 @@ _T = TypeVar("_T", ChatRequest, CompletionRequest)
 
 def decode(body: bytes, kind: type[_T]) -> _T:
     """`body` as a request of `kind`. Raises BadRequest that names the field and the limit."""
+    if body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
+        text = f"The body has more than {MAX_BRACKETS} opening brackets, the most that are taken."
+        raise BadRequest(text, code="invalid_json")
     try:
         request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:

@@ -109,7 +109,10 @@ async def publish(
     digest = manifest.digest
 
     def same(folder: Path) -> bool:
-        return content_digest(folder) == digest
+        try:
+            return content_digest(folder) == digest
+        except OSError:  # unreadable: replaced, as damaged files are
+            return False
 
     await asyncio.to_thread(services.blobs.commit, staging, digest, same)
     # If a damaged blob was just replaced, its failed load must not be remembered.
@@ -125,6 +128,7 @@ def _limits(services: Services) -> Limits:
         max_rank=settings.max_rank,
         max_pages_bytes=settings.adapter_memory,
         element_bytes=4 if settings.dtype == "float32" else 2,
+        dtype=settings.dtype,
     )
 
 

@@ -29,7 +29,9 @@ class Sequence:
         self.resident: ResidentAdapter | None = None
         self.node: Hashable = self.root
         self.passed = 0
-        self.random = random.Random(request.sampling.seed)
+        seed = request.sampling.seed
+        # Python's generator takes the absolute value: -1 would draw what 1 draws.
+        self.random = random.Random(None if seed is None else seed % 2**64)
         self.steps = 0
         self.mixed_steps = 0
         self.max_adapters = 0

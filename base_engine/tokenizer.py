@@ -34,17 +34,22 @@ class ChatTokenizer:
     """A transformers tokenizer, seen as bytes per token.
 
     `eos_ids` holds the tokenizer's own end token, if it has one; the model's configuration may
-    name more. Ids with a token lie below `vocab_size`: the model's head may be wider.
+    name more. Ids with a token lie below `vocab_size`: the model's head may be wider. No token
+    stands for more than `longest_token` characters, white space that an added token may take in
+    aside; None where one may stand for any number.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.vocab_size: int = max(tokenizer.get_vocab().values(), default=-1) + 1
+        vocab = tokenizer.get_vocab()
+        self.vocab_size: int = max(vocab.values(), default=-1) + 1
         eos = tokenizer.eos_token_id
         self.eos_ids: frozenset[int] = frozenset(() if eos is None else (eos,))
         added = tokenizer.added_tokens_decoder
         self._literal = {i: str(token) for i, token in added.items() if token.special}
         self._scheme = byte_scheme(tokenizer)
+        # Where bytes have tokens of their own, no unknown word becomes one token.
+        self.longest_token = max(map(len, vocab)) if vocab and self._scheme is not None else None
         self._bytes: dict[int, bytes] = {}
 
     @classmethod

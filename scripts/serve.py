@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import json
 import logging
 import os
@@ -187,6 +188,10 @@ class _Server(uvicorn.Server):
             await self.lifespan.shutdown()
             raise
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+        # What the libraries have made stays. A full collection over it would hold up every stream
+        # for a third of a second, again and again.
+        gc.collect()
+        gc.freeze()
         services = self._startup.state["services"]
         adapters = [a.name for a in services.store.snapshot.list("default")]
         address = _address(self.servers[0].sockets[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,21 +12,20 @@ from typing import Any
 import pytest
 
 from tests.process import ServerProcess, server_process, until
-from tests.tiny import BYTE0, signature_adapter, tiny_base
+from tests.tiny import BYTE0, signature_adapter
 
 #: Sequences that run at once; the others wait.
 RUNNING = 4
 
 
 @pytest.fixture(scope="module")
-def server(
-    scripted: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    """Reads a prompt 16 tokens a step, so that a long one takes hundreds of steps."""
+def server(scripted: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Has a long context and reads prompts 16 tokens a step: a long one takes hundreds of them."""
     folder = tmp_path_factory.mktemp("leaving")
-    base = tiny_base(folder / "base", max_position_embeddings=16384)
-    # Any adapter of the head fits: this base has the scripted one's sizes.
-    adapter = signature_adapter(scripted, folder / "adapter", BYTE0 + ord("9"))
+    base = shutil.copytree(scripted, folder / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16384}))
+    adapter = signature_adapter(base, folder / "adapter", BYTE0 + ord("9"))
     flags = {"max_running": RUNNING, "step_tokens": 16, "kv_memory": "64MiB"}
     with server_process(base, folder / "data", **flags) as running:
         assert running.upload("nine", adapter).status_code == 201

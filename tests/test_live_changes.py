@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from adapters.weights import load_weights
+from api.settings import ByteSize
 from tests.api.server import Running, serving
 from tests.tiny import make_adapter, oracle_logprobs, signature_adapter
 
@@ -82,6 +83,32 @@ def test_the_same_weights_may_share_a_cache_and_others_may_not(
             assert_answer_of(llama_base, folders[model], answer, server)
             assert (cached(answer) > 0) == (model in seen)
             seen.add(model)
+
+
+def test_a_name_replaced_while_adapters_evict_each_other_never_goes_back(
+    llama_base: Path, tmp_path: Path
+) -> None:
+    """Device memory for one adapter, host memory for two, three names in turn."""
+    old = {n: make_adapter(llama_base, tmp_path / n, seed=i) for i, n in enumerate("abc")}
+    new = make_adapter(llama_base, tmp_path / "new", seed=9)
+    one = ByteSize(sum(2 * 8 * (i + o) for i, o in PROJECTIONS) * 4)
+    memory = {"adapter_memory": one, "host_adapter_memory": ByteSize(2 * one)}
+    with serving(llama_base, tmp_path / "data", **memory) as server:
+        for name, folder in old.items():
+            assert server.upload(name, folder).status_code == 201
+        for name in "abcabc":
+            assert_answer_of(llama_base, old[name], ask(server, name), server)
+        assert server.upload("b", new).status_code == 201
+        for name in "bcabab":
+            now = new if name == "b" else old[name]
+            assert_answer_of(llama_base, now, ask(server, name), server)
+        assert_answer_of(llama_base, old["b"], ask(server, "b@1"), server)
+        stats = server.engine.adapters.stats()
+        assert stats.evictions_total >= 10 and stats.loads_total > 4
+
+
+#: Inputs and outputs of one layer's linears.
+PROJECTIONS = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 128), (64, 128), (128, 64)]
 
 
 class Streams:

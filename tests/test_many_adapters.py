@@ -1,4 +1,4 @@
-"""Far more adapters than the device holds, all wanted at once: all served, none wrong or starved."""
+"""Far more adapters than the device holds, all wanted at once: all served, none wrong or late."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TOKENS = 12
 
 #: A signature adapter takes one page of the head: A [8, 64] and B [8, 320] in float32.
 PAGE_BYTES = 4 * PAGE_RANK * (64 + VOCAB)
-#: Before a request is chosen, this many later ones may be; after that, those that run with it may
-#: still end first.
-PASSED = EngineConfig().patience + CONCURRENT
+#: So many later requests may be chosen before one that waits for room, and so many more, which
+#: run beside it, may end before it.
+PASSED = EngineConfig().patience + EngineConfig().max_running
 
 
 @pytest.fixture(scope="module")

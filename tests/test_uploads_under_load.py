@@ -38,7 +38,9 @@ class Streams:
         """The longest time, of those that reach into [start, end], that one stream stood still."""
         gaps = []
         for times in self.times:
-            inside = [(a, b) for a, b in zip(times, times[1:], strict=False) if b > start and a < end]
+            inside = [
+                (a, b) for a, b in zip(times, times[1:], strict=False) if b > start and a < end
+            ]
             assert inside, "a stream brought no token in all that time"
             gaps.append(max(b - a for a, b in inside))
         return max(gaps)
@@ -68,8 +70,13 @@ class Streams:
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base whose adapters can be large: at rank 3400, 300 MB."""
     folder = tmp_path_factory.mktemp("wide")
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
-    return tiny_base(folder / "base", **sizes, max_position_embeddings=32768)
+    return tiny_base(
+        folder / "base",
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        max_position_embeddings=32768,
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured through /proc")
@@ -113,9 +120,7 @@ def test_a_300_mb_adapter_goes_up_in_little_memory_while_others_stream(
 
 
 @pytest.fixture(scope="module")
-def server(
-    scripted: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
+def server(scripted: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     data = tmp_path_factory.mktemp("uploads")
     with server_process(scripted, data, max_upload="16MiB") as running:
         yield running

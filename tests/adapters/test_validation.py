@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,34 @@ def test_the_largest_and_smallest_finite_values_pass(
     values = [info.max, info.min, info.tiny, -0.0]
     edit_weights(adapter, lambda t: t.update({B0: torch.tensor([values] * 64, dtype=dtype)}))
     validate(adapter, spec, Limits())
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("served", ["float32", "float16", "bfloat16"])
+def test_values_that_the_served_type_cannot_hold_are_refused(
+    adapter: Path, spec: BaseSpec, stored: torch.dtype, served: str
+) -> None:
+    """Both signs of every value around the largest numbers of the three types."""
+    largest = [torch.finfo(t).max for t in (torch.float32, torch.float16, torch.bfloat16)]
+    bits = torch.tensor([m for m in largest if m <= torch.finfo(stored).max], dtype=stored)
+    whole = torch.int32 if stored == torch.float32 else torch.int16
+    steps = [*range(-3, 4), *(s * 2**15 + d for s in (-1, 0, 1) for d in (-1, 0, 1))]
+    steps += [2**12 - 1, 2**12, 2**12 + 1] if stored == torch.float32 else []
+    near = (bits.view(whole)[:, None] + torch.tensor(steps, dtype=torch.int32)).flatten()
+    values = near.to(whole).view(stored)
+    for value in values[values.isfinite()]:
+        for number in (value, -value):
+            b = number.repeat(64, 4)
+            edit_weights(adapter, partial(dict.update, **{B0: b}))
+            limits = Limits(dtype=served)
+            if number.to(getattr(torch, served)).isfinite():
+                validate(adapter, spec, limits)
+            else:
+                (violation,) = violations_of(adapter, spec, limits)
+                assert (violation.code, violation.subject) == ("non_finite_weights", B0)
+                assert f"256 values that are NaN, infinite or too large for {served}" in (
+                    violation.message
+                )
 
 
 def test_a_b_of_zeros_passes(adapter: Path, spec: BaseSpec) -> None:

@@ -39,6 +39,25 @@ class TestText:
             text, reason = got(emoji, prompt="!", max_tokens=max_tokens)[0]
             assert (text, reason) == ("aé\ufffd", "length")
 
+    @pytest.mark.parametrize(
+        ("stop", "max_tokens", "text", "reason"),
+        [
+            ("😀", 20, "aé", "stop"),
+            ("é", 20, "a", "stop"),
+            ("😀", 7, "aé", "stop"),  # complete with the last token there may be
+            ("😀", 6, "aé\ufffd", "length"),
+            ("\ufffd", 5, "aé", "stop"),  # only the end makes the cut character one
+            ("\U0001f601", 20, "aé😀z", "stop"),  # all but the last byte is the same
+            ("é😀z!", 20, "aé😀z", "stop"),
+            ("z", 8, "aé😀", "stop"),
+        ],
+    )
+    def test_stop_strings_of_many_bytes_cut_alike_streamed_and_not(
+        self, emoji: Running, stop: str, max_tokens: int, text: str, reason: str
+    ) -> None:
+        for got in (whole, streamed):
+            assert got(emoji, prompt="!", stop=stop, max_tokens=max_tokens)[0] == (text, reason)
+
     def test_tokens_of_one_character_share_its_offset(self, emoji: Running) -> None:
         logprobs = emoji.complete(prompt="!", logprobs=0)["choices"][0]["logprobs"]
         assert logprobs["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3, 4]
@@ -104,6 +123,39 @@ class TestChoices:
             assert {i: text for i, (text, _) in got.items()} == expected
             assert [got[i][1] for i in range(6)] == reasons
 
+    def test_chat_choices_that_end_apart_each_have_a_role_and_one_end(
+        self, llama_base: Path, tmp_path: Path
+    ) -> None:
+        body = CHAT | {"n": 4, "seed": 3, "temperature": 1.5, "max_tokens": 40, "ignore_eos": True}
+        body |= {"stop": ["e", "a", "t", " "]}
+        with serving(llama_base, tmp_path) as server:
+            plain = server.client.post("/v1/chat/completions", json=body).json()["choices"]
+            got = frames(server, "/v1/chat/completions", **body)
+        assert got[-1] == "[DONE]" and "[DONE]" not in got[:-1]
+        lengths = set()
+        for choice in plain:
+            parts = [
+                f["choices"][0] for f in got[:-1] if f["choices"][0]["index"] == choice["index"]
+            ]
+            assert parts[0]["delta"]["role"] == "assistant"
+            assert all("role" not in part["delta"] for part in parts[1:])
+            assert [p["finish_reason"] for p in parts[:-1]] == [None] * (len(parts) - 1)
+            assert parts[-1]["finish_reason"] == choice["finish_reason"] is not None
+            text = "".join(part["delta"].get("content", "") for part in parts)
+            assert text == choice["message"]["content"]
+            lengths.add((len(text), choice["finish_reason"]))
+        assert len(lengths) > 1, "all choices ended together"
+
+    def test_an_answer_without_visible_text_still_has_a_role_and_an_end(
+        self, server: Running
+    ) -> None:
+        stop = server.client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 1}).json()
+        body = CHAT | {"stop": stop["choices"][0]["message"]["content"]}
+        first, last, done = frames(server, "/v1/chat/completions", **body)
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "stop")
+        assert done == "[DONE]"
+
     def test_seeds_make_choices_repeatable_and_different(
         self, llama_base: Path, tmp_path: Path
     ) -> None:
@@ -114,6 +166,8 @@ class TestChoices:
             assert len(set(texts)) == 3
             second = server.complete(**(body | {"seed": 8}))["choices"][0]["text"]
             assert second == texts[1]
+            around_zero = server.complete(n=3, **(body | {"seed": -1}))["choices"]
+            assert len({c["text"] for c in around_zero}) == 3
 
     def test_all_forms_of_prompt_agree(self, server: Running) -> None:
         ids = [BOS, *byte_ids("@")]

@@ -54,6 +54,17 @@ def test_a_body_shorter_than_its_form_is_refused(server: Running, files: dict[st
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
 
 
+def test_a_declared_size_below_the_forms_is_refused(
+    server: Running, files: dict[str, bytes]
+) -> None:
+    body = form_of(files, "short")
+    with server.connect() as connection:
+        connection.sendall(head_of(len(body) - 20) + body)
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+    until(lambda: not staged(server), 5)
+    assert models(server) == ["tiny"]
+
+
 def test_a_declared_size_over_the_limit_is_refused_unread(server: Running) -> None:
     with server.connect() as connection:
         connection.sendall(head_of(1 << 40))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import openai
@@ -170,6 +171,28 @@ class TestRefusals:
         answer = server.complete(prompt=[5] * (limit - 2), max_tokens=100)
         assert answer["usage"]["completion_tokens"] == 2
         assert answer["choices"][0]["finish_reason"] == "length"
+
+    def test_texts_that_no_tokens_could_make_fit_are_refused_unread(self, server: Running) -> None:
+        text = "a" * 4_000_000
+        for path, body in (
+            ("/v1/completions", COMPLETION | {"prompt": text}),
+            ("/v1/completions", COMPLETION | {"prompt": ["x", text]}),
+            ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": text}]}),
+        ):
+            started = time.monotonic()
+            error = refused(server, path, body)
+            assert time.monotonic() - started < 3  # reading them takes half a minute
+            assert error["code"] == "context_length_exceeded" and "4000000" in error["message"]
+
+    def test_a_text_of_one_long_token_after_the_other_fits(self, server: Running) -> None:
+        count = server.engine.max_length - 2
+        usage = server.complete(prompt="<|im_start|>" * count, max_tokens=1)["usage"]
+        assert usage["prompt_tokens"] == count + 1
+
+    def test_a_prompt_fits_if_it_leaves_room_for_one_token(self, server: Running) -> None:
+        limit = server.engine.max_length
+        answer = server.complete(prompt=[5] * (limit - 1), max_tokens=100, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == 1
 
     def test_large_bodies(self, server: Running) -> None:
         response = server.client.post("/v1/completions", content=b" " * (5 << 20))

@@ -10,6 +10,7 @@ from api import errors
 from api.errors import BadRequest, error_body, error_response, fault_of
 from base_engine import errors as engine_errors
 from base_engine.errors import QueueFull
+from base_engine.sampler import LogitsNotFinite
 from registry import errors as registry_errors
 from registry.errors import RegistryUnavailable, StorageFull
 
@@ -68,6 +69,7 @@ def test_a_refused_adapter_lists_all_violations() -> None:
         (RegistryUnavailable("unix:///secret.sock refused"), 503, "5", "true"),
         (AdapterUnavailable("/secret/path is gone"), 503, None, "false"),
         (StorageFull("/secret is full"), 507, None, "false"),
+        (LogitsNotFinite("not a number"), 500, None, "false"),
         (BadRequest("x"), 400, None, None),
         (HTTPException(405, headers={"allow": "GET"}), 405, None, None),
         (ValueError("secret"), 500, None, None),

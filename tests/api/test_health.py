@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load_file, save_file
 
 from adapters.manifest import WEIGHTS_FILE
 from api.steps import DEFAULT_LIMIT
@@ -153,6 +155,42 @@ def test_a_damaged_adapter_is_mended_by_uploading_it_again(scripted: Path, tmp_p
         assert str(tmp_path) not in response.text
         assert server.upload("broken", folder).status_code == 200
         assert server.complete("broken", max_tokens=1)["choices"][0]["text"] == "9"
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux's /proc")
+def test_an_unreadable_adapter_is_mended_by_uploading_it_again(
+    scripted: Path, tmp_path: Path
+) -> None:
+    folder = signature_adapter(scripted, tmp_path / "a", 60)
+    with serving(scripted, tmp_path / "data") as server:
+        digest = server.upload("broken", folder).json()["digest"]
+        (stored,) = (tmp_path / "data").glob(f"adapters/blobs/*/{digest}/{WEIGHTS_FILE}")
+        stored.unlink()
+        stored.symlink_to("/proc/self/mem")  # reading it fails, as it does on a bad sector
+        body = {"model": "broken", "prompt": "x", "temperature": 0, "max_tokens": 1}
+        assert server.client.post("/v1/completions", json=body).status_code == 503
+        assert server.upload("broken", folder).status_code == 200
+        assert not stored.is_symlink()
+        assert server.complete("broken", max_tokens=1)["choices"][0]["text"] == "9"
+
+
+def test_an_adapter_whose_output_overflows_is_said_so_and_nobody_else_notices(
+    llama_base: Path, tmp_path: Path
+) -> None:
+    folder = make_adapter(llama_base, tmp_path / "a", seed=1)
+    tensors = load_file(folder / WEIGHTS_FILE)
+    save_file({n: torch.full_like(t, 1e30) for n, t in tensors.items()}, folder / WEIGHTS_FILE)
+    with serving(llama_base, tmp_path / "data") as server:
+        assert server.upload("wild", folder).status_code == 201
+        quiet = server.complete(max_tokens=8)["choices"]
+        for change in ({}, {"stream": True}, {"n": 3}, {"logprobs": 5}):
+            body = {"model": "wild", "prompt": "x", "max_tokens": 4} | change
+            response = server.client.post("/v1/completions", json=body)
+            assert response.status_code == 500
+            assert response.headers["x-should-retry"] == "false"
+            assert response.json()["error"]["code"] == "output_not_finite"
+        assert server.complete(max_tokens=8)["choices"] == quiet
+        until(server.idle, 1)
 
 
 def test_adapters_and_seeds_outlive_a_restart(scripted: Path, tmp_path: Path) -> None:

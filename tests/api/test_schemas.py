@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
 from api.errors import BadRequest
-from api.schemas import NEUTRAL, ChatRequest, CompletionRequest, decode
+from api.schemas import MAX_BRACKETS, NEUTRAL, ChatRequest, CompletionRequest, decode
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "m", "prompt": "hi"}
@@ -218,6 +219,15 @@ def test_bodies_that_are_no_request_are_refused(body: bytes) -> None:
     assert len(str(refused.value)) < 500
     with pytest.raises(BadRequest):
         decode(body, CompletionRequest)
+
+
+@pytest.mark.parametrize("piece", [b"[5],", b"[],", b'{"a":[]},'])
+def test_millions_of_arrays_are_refused_before_they_are_built(piece: bytes) -> None:
+    body = b'{"model": "m", "prompt": [' + piece * 1_000_000 + b"[5]]}"
+    started = time.monotonic()
+    with pytest.raises(BadRequest, match=f"more than {MAX_BRACKETS} opening brackets"):
+        decode(body, CompletionRequest)
+    assert time.monotonic() - started < 0.5
 
 
 def test_messages_reach_the_template_as_plain_strings() -> None:

@@ -6,11 +6,13 @@ import json
 import os
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from adapters.manifest import CONFIG_FILE, WEIGHTS_FILE
 from tests.api.archive_files import tar_of, zip_of
@@ -267,3 +269,53 @@ def test_adapters_over_the_servers_limits_are_refused(llama_base: Path, tmp_path
     with serving(llama_base, tmp_path / "data", max_rank=8) as server:
         assert violations(server.upload("wide", wide)) == {"rank_over_limit"}
         assert server.upload("fine", fine).status_code == 201
+
+
+def test_values_that_the_served_type_cannot_hold_are_refused(
+    llama_base: Path, tmp_path: Path
+) -> None:
+    folder = make_adapter(llama_base, tmp_path / "a", seed=1)
+    tensors = load_file(folder / WEIGHTS_FILE)
+    next(iter(tensors.values()))[0, 0] = 3.4e38  # the largest bfloat16 is a little less
+    save_file(tensors, folder / WEIGHTS_FILE)
+    with serving(llama_base, tmp_path / "half", dtype="bfloat16") as server:
+        response = server.upload("large", folder)
+        assert violations(response) == {"non_finite_weights"}
+        assert "too large for bfloat16" in response.text
+        assert models(server) == ["tiny"]
+
+
+def test_uploads_and_deletions_of_one_name_at_once_never_fail_nor_mix(
+    server: Running, scripted: Path, tmp_path: Path
+) -> None:
+    """Ten equal uploads, ten different ones, ten deletions and twenty questions, all together."""
+    folders = [signature_adapter(scripted, tmp_path / str(i), 60 + i) for i in range(10)]
+    letters = {chr(57 + i) for i in range(10)}
+    body = {"model": "race", "prompt": "!", "max_tokens": 5, "temperature": 0}
+
+    def act(i: int) -> tuple[str, int]:
+        with httpx.Client(base_url=server.client.base_url, timeout=60) as client:
+            if i % 5 == 4:
+                return "delete", client.delete("/v1/adapters/race").status_code
+            if i % 5 >= 2:
+                answer = client.post("/v1/completions", json=body)
+                if answer.status_code == 200:
+                    text = answer.json()["choices"][0]["text"]
+                    assert text == text[0] * 5 and text[0] in letters
+                return "ask", answer.status_code
+            folder = folders[0] if i % 5 == 0 else folders[i // 5]
+            files = [("files", (n, (folder / n).read_bytes())) for n in (CONFIG_FILE, WEIGHTS_FILE)]
+            return "upload", client.post(
+                "/v1/adapters", data={"name": "race"}, files=files
+            ).status_code
+
+    with ThreadPoolExecutor(50) as threads:
+        ends = set(threads.map(act, range(50)))
+    allowed = {"upload": {200, 201}, "delete": {200, 404}, "ask": {200, 404}}
+    assert all(status in allowed[what] for what, status in ends), ends
+    until(lambda: not staged(server) and server.idle(), 5)
+    last = server.upload("race", folders[3])
+    assert last.status_code in (200, 201)
+    assert server.complete("race", max_tokens=2)["choices"][0]["text"] == "<<"
+    deletions = [server.client.delete("/v1/adapters/race").status_code for _ in range(3)]
+    assert deletions == [200, 404, 404]

@@ -171,6 +171,18 @@ class TestTokens:
         assert tokenizer.decode(ids, skip_special=False) == "<bos><|im_start|>hi<|im_end|><eos>"
         assert "".join(pieces(TextStream(tokenizer), ids)) == "hi"
 
+    def test_no_token_stands_for_more_characters_than_the_longest(
+        self, tokenizer: ChatTokenizer
+    ) -> None:
+        assert tokenizer.longest_token == len("<|im_start|>")
+        level = byte_level()
+        assert level.longest_token == len("an added word")
+        text = "an added word" * 50
+        assert len(level.encode(text)) * level.longest_token >= len(text)
+
+    def test_an_unknown_word_of_any_length_may_be_one_token(self) -> None:
+        assert word_pieces().longest_token is None
+
 
 class TestCharacters:
     TEXT = "aé😀中z"

@@ -64,7 +64,7 @@ async def running(data: Path) -> AsyncIterator[RegistryStore]:
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     """Return once `condition` holds; TimeoutError if it does not within `seconds`."""
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 (any condition, not only our own events)
+        while not condition():
             await asyncio.sleep(0.01)
 
 
