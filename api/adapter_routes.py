@@ -33,15 +33,16 @@ async def get_adapter(request: Request) -> Response:
 async def delete_adapter(request: Request) -> Response:
     """DELETE /v1/adapters/{name}: all versions. Requests that run on one finish on it."""
     services, tenant, name = services_of(request), tenant_of(request), request.path_params["name"]
-    adapter = services.store.snapshot.find(tenant, name)
     request_id = request.headers.get("idempotency-key") or uuid.uuid4().hex
     try:
-        await services.store.delete_adapter(tenant, name, request_id=request_id)
+        deleted = await services.store.delete_adapter(tenant, name, request_id=request_id)
     except NotFound:
         raise _missing(name) from None
-    digests = {version.digest for version in adapter.versions} if adapter is not None else set()
-    for digest in digests:
-        await asyncio.to_thread(services.blobs.remove_records, digest, tenant, name)
+    for version in deleted:
+        await asyncio.to_thread(
+            services.blobs.remove_record, version.digest, tenant, name, version.number
+        )
+    digests = {version.digest for version in deleted}
     # A stale registry cannot tell whether others use the same content: the pool evicts it later.
     with contextlib.suppress(RegistryUnavailable):
         for digest in digests - services.store.snapshot.digests():

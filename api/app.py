@@ -31,6 +31,7 @@ from registry.store import RegistryStore
 
 #: Blobs younger than this are never swept: a blob is there before its record.
 SWEEP_MIN_AGE_S = 3600.0
+SWEEP_EVERY_S = 600.0
 
 ROUTES = [
     Route("/v1/chat/completions", completions.chat_completions, methods=["POST"]),
@@ -95,20 +96,32 @@ async def _start(settings: Settings, metrics: Metrics, stack: AsyncExitStack) ->
     stack.push_async_callback(store.close)
     blobs = await asyncio.to_thread(BlobStore, settings.data / "adapters")
     await rebuild(store, blobs)
-    await _sweep(store, blobs)
     services = Services(settings, engine, store, blobs, metrics, int(time.time()))
+    sweeper = asyncio.create_task(_keep_sweeping(services))
+    stack.push_async_callback(_cancel, sweeper)
     if settings.seed_adapters is not None:
         await seed(services, settings.seed_adapters)
     return services
 
 
-async def _sweep(store: RegistryStore, blobs: BlobStore) -> None:
-    """Remove what cut uploads and deleted adapters left behind."""
-    try:
-        digests = store.snapshot.digests()
-    except RegistryUnavailable as error:
-        _log.warning("blobs are not swept: %s", error)
-        return
-    removed = await asyncio.to_thread(blobs.sweep, digests, set(), SWEEP_MIN_AGE_S)
-    if removed:
-        _log.info("swept %d blobs that no adapter refers to", len(removed))
+async def _keep_sweeping(services: Services) -> None:
+    """Remove what cut uploads and deleted adapters left behind, now and again and again."""
+    while True:
+        try:
+            referenced = services.store.snapshot.digests()
+        except RegistryUnavailable as error:
+            _log.warning("blobs are not swept: %s", error)
+        else:
+            in_use = services.engine.digests_in_use()
+            removed = await asyncio.to_thread(
+                services.blobs.sweep, referenced, in_use, SWEEP_MIN_AGE_S
+            )
+            if removed:
+                _log.info("swept %d blobs that no adapter refers to", len(removed))
+        await asyncio.sleep(SWEEP_EVERY_S)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -119,6 +119,10 @@ async def publish(
     services.engine.forget(digest)
     version = await services.store.add_version(tenant, name, manifest, request_id=request_id)
     await asyncio.to_thread(services.blobs.write_record, digest, tenant, name, version.to_json())
+    # Deleted in the meantime: then the deletion may have come too early to remove the note.
+    adapter = services.store.snapshot.find(tenant, name)
+    if adapter is None or all(v.number != version.number for v in adapter.versions):
+        await asyncio.to_thread(services.blobs.remove_record, digest, tenant, name, version.number)
     return version
 
 

@@ -64,10 +64,14 @@ class BlockPool:
             found = CachedPrefix([*found.blocks, block], self._node_of[block])
         return found
 
+    def has_room(self, count: int, prefix: Sequence[int] = ()) -> bool:
+        """Whether `allocate` would succeed."""
+        idle = sum(1 for block in prefix if not self._users[block])
+        return count + idle <= len(self._free)
+
     def allocate(self, count: int, prefix: Sequence[int] = ()) -> list[int] | None:
         """Take `prefix` (cached blocks) and `count` fresh blocks; None if there is no room."""
-        idle = sum(1 for block in prefix if not self._users[block])
-        if count + idle > len(self._free):
+        if not self.has_room(count, prefix):
             return None
         for block in prefix:
             self._free.pop(block, None)

@@ -196,6 +196,11 @@ class Engine:
         """Drop an adapter's weights as soon as no running request uses them."""
         self.adapters.forget(digest)
 
+    def digests_in_use(self) -> set[str]:
+        """The adapters of all requests that have not ended; their files may still be read."""
+        requests = [generation.request for generation in list(self._generations.values())]
+        return {request.adapter.digest for request in requests if request.adapter is not None}
+
     def steps(self, limit: int) -> list[StepRecord]:
         """The last `limit` steps, oldest first."""
         return list(self._steps)[-limit:] if limit > 0 else []

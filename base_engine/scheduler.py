@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from adapters.errors import AdapterUnavailable
 from adapters.pool import AdapterPool
-from base_engine.blocks import BlockPool
+from base_engine.blocks import BlockPool, CachedPrefix
 from base_engine.config import EngineConfig
 from base_engine.request import FinishReason, TokenEvent
 from base_engine.sampler import Sampled
@@ -153,6 +153,12 @@ class Scheduler:
                 break
             if any(earlier.passed >= self.config.patience for earlier in blocked):
                 break
+            # Blocks first: an adapter loaded for a request that cannot run would only evict others.
+            prefix = self.blocks.match(sequence.root, sequence.tokens)
+            missing = self.blocks.blocks_for(len(sequence.tokens)) - len(prefix.blocks)
+            if not self.blocks.has_room(missing, prefix.blocks):
+                blocked.append(sequence)
+                continue
             adapter = sequence.request.adapter
             if adapter is not None:
                 try:
@@ -165,10 +171,7 @@ class Scheduler:
                     if self.adapters.state(adapter.digest) == "waiting":
                         blocked.append(sequence)
                     continue
-            if not self._place(sequence):
-                self._release(sequence)
-                blocked.append(sequence)
-                continue
+            self._place(sequence, prefix, missing)
             self.waiting.remove(sequence)
             self.running.append(sequence)
             for earlier in blocked:
@@ -178,20 +181,16 @@ class Scheduler:
             budget -= count
         return ended
 
-    def _place(self, sequence: Sequence) -> bool:
-        """Give `sequence` blocks for all its tokens, as many as possible from the prefix cache."""
-        prefix = self.blocks.match(sequence.root, sequence.tokens)
-        missing = self.blocks.blocks_for(len(sequence.tokens)) - len(prefix.blocks)
+    def _place(self, sequence: Sequence, prefix: CachedPrefix, missing: int) -> None:
+        """Give `sequence` the cached blocks of `prefix` and `missing` fresh ones."""
         fresh = self.blocks.allocate(missing, prefix.blocks)
-        if fresh is None:
-            return False
+        assert fresh is not None, "has_room was asked before"
         sequence.blocks = prefix.blocks + fresh
         sequence.node = prefix.node
         sequence.num_recorded = len(prefix.blocks)
         sequence.num_computed = len(prefix.blocks) * self.blocks.block_size
         if not sequence.preemptions:
             sequence.cached_tokens = sequence.num_computed
-        return True
 
     def _record(self, sequence: Sequence) -> None:
         size = self.blocks.block_size

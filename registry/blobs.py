@@ -136,12 +136,13 @@ class BlobStore:
             others = [r for r in _records(path) if _identity(r) != _identity(new)]
             _write_records(path, [*others, new])
 
-    def remove_records(self, digest: str, tenant: str, name: str) -> None:
-        """Forget a deleted adapter, so that a rebuild does not bring it back. Missing is fine."""
+    def remove_record(self, digest: str, tenant: str, name: str, number: int) -> None:
+        """Forget a deleted version, so that a rebuild does not bring it back. Missing is fine."""
         with _storage_errors(), self._locked():
             path = self._path(digest)
             records = _records(path)
-            kept = [r for r in records if (r["tenant"], r["name"]) != (tenant, name)]
+            gone = (tenant, name, number)
+            kept = [r for r in records if (r["tenant"], r["name"], r["version"]["number"]) != gone]
             if kept != records:
                 _write_records(path, kept)
 

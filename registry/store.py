@@ -87,13 +87,20 @@ class RegistryStore:
         )
         return Version.unpack(int(reply[3]), reply[4])
 
-    async def delete_adapter(self, tenant: str, name: str, *, request_id: str) -> None:
-        """Delete the adapter with all its versions.
+    async def delete_adapter(self, tenant: str, name: str, *, request_id: str) -> list[Version]:
+        """Delete the adapter with all its versions, and return these.
 
-        The same request id succeeds again. Raises NotFound if there is no such adapter, and as
-        `add_version` does.
+        The same request id succeeds again and returns none. Raises NotFound if there is no such
+        adapter, and as `add_version` does.
         """
-        await self._mutate(scripts.DELETE_ADAPTER, tenant, name, request_id, f"delete {name}", ())
+        reply = await self._mutate(
+            scripts.DELETE_ADAPTER, tenant, name, request_id, f"delete {name}", ()
+        )
+        numbers_and_versions = iter(reply[3])
+        return [
+            Version.unpack(int(number), packed)
+            for number, packed in zip(numbers_and_versions, numbers_and_versions, strict=True)
+        ]
 
     async def restore(self, adapters: list[Adapter]) -> bool:
         """Fill an empty registry in one go, keeping numbers; False if it is not empty.

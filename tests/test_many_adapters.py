@@ -26,9 +26,9 @@ TOKENS = 12
 
 #: A signature adapter takes one page of the head: A [8, 64] and B [8, 320] in float32.
 PAGE_BYTES = 4 * PAGE_RANK * (64 + VOCAB)
-#: So many later requests may be chosen before one that waits for room, and so many more, which
-#: run beside it, may end before it.
-PASSED = EngineConfig().patience + EngineConfig().max_running
+#: So many later requests may be chosen before one that waits for room; so many more, which run
+#: beside it, may end before it; and all that are under way may go through while it is read.
+PASSED = EngineConfig().patience + EngineConfig().max_running + CONCURRENT
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,26 @@ def test_a_deleted_adapter_is_gone(server: Running, adapter: Path) -> None:
         assert response.json()["error"]["code"] == "adapter_not_found"
     assert models(server) == ["tiny"]
     assert server.upload("gone", adapter).json()["version"] == 2
+
+
+def test_files_of_a_deleted_adapter_go_once_no_request_needs_them(
+    scripted: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.app.SWEEP_EVERY_S", 0.02)
+    with serving(scripted, tmp_path / "data") as server:
+        kept = server.upload("kept", signature_adapter(scripted, tmp_path / "b", 61)).json()
+        digest = server.upload("gone", adapter).json()["digest"]
+        monkeypatch.setattr("api.app.SWEEP_MIN_AGE_S", 0.0)
+        blobs = server.settings.data / "adapters" / "blobs"
+        with server.openai.completions.create(
+            model="gone", prompt="!", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        ) as stream:
+            assert next(stream).choices[0].text == "9"
+            assert server.client.delete("/v1/adapters/gone").status_code == 200
+            time.sleep(0.2)
+            assert (blobs / digest[:2] / digest).is_dir()
+        until(lambda: not (blobs / digest[:2] / digest).exists(), 10)
+        assert (blobs / kept["digest"][:2] / kept["digest"]).is_dir()
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ def test_a_full_disk_is_storage_full_and_leaves_nothing(
     _put(blobs, A)  # room again
 
 
-def test_records_are_kept_per_version_and_forgotten_with_the_adapter(tmp_path: Path) -> None:
+def test_records_are_kept_and_forgotten_per_version(tmp_path: Path) -> None:
     blobs = BlobStore(tmp_path)
     for digest in (A, B):
         _put(blobs, digest)
@@ -297,11 +297,12 @@ def test_records_are_kept_per_version_and_forgotten_with_the_adapter(tmp_path: P
         ("a", [1, 2, 3]),
         ("b", [1]),
     ]
-    blobs.remove_records(A, "t", "a")
-    blobs.remove_records(A, "u", "b")  # another tenant's of the same name
-    blobs.remove_records("c" * 64, "t", "a")
+    blobs.remove_record(A, "t", "a", 1)
+    blobs.remove_record(A, "u", "b", 1)  # another tenant's of the same name
+    blobs.remove_record(A, "t", "a", 2)  # not this blob's
+    blobs.remove_record("c" * 64, "t", "a", 1)
     assert [(a.name, [v.number for v in a.versions]) for a in blobs.recorded()] == [
-        ("a", [2]),
+        ("a", [2, 3]),
         ("b", [1]),
     ]
     assert set(os.listdir(blobs.open(A))) == {CONFIG_FILE, WEIGHTS_FILE, RECORD_FILE}

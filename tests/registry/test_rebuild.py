@@ -22,7 +22,7 @@ def test_a_lost_registry_is_rebuilt_with_its_numbers(tmp_path: Path) -> None:
             for name, seed in (("a", 1), ("a", 2), ("a", 1), ("b", 1), ("gone", 7)):
                 await _publish(opened, blobs, name, seed)
             await opened.delete_adapter("t", "gone", request_id="d")
-            blobs.remove_records(manifest(7).digest, "t", "gone")
+            blobs.remove_record(manifest(7).digest, "t", "gone", 1)
             before = opened.snapshot.list("t")
             async with _client(url) as redis:
                 await redis.flushall()
@@ -64,6 +64,25 @@ def test_a_registry_that_was_ever_written_is_left_as_it_is(tmp_path: Path) -> No
             await opened.delete_adapter("t", "a", request_id="d")
             assert await rebuild(opened, blobs) == 0
             assert opened.snapshot.list("t") == []
+
+    run(test)
+
+
+def test_an_upload_that_overtakes_the_cleaning_after_a_deletion_is_kept(tmp_path: Path) -> None:
+    """Equal content under the same name: only the deleted version's own note goes."""
+
+    async def test() -> None:
+        blobs = BlobStore(tmp_path / "blobs")
+        async with running(tmp_path / "one") as opened:
+            await _publish(opened, blobs, "a", 1)
+            deleted = await opened.delete_adapter("t", "a", request_id="d")
+            await _publish(opened, blobs, "a", 1)
+            for version in deleted:
+                blobs.remove_record(version.digest, "t", "a", version.number)
+            before = opened.snapshot.list("t")
+        async with running(tmp_path / "two") as opened:
+            assert await rebuild(opened, blobs) == 1
+            assert opened.snapshot.list("t") == before
 
     run(test)
 
