@@ -7,6 +7,7 @@ AdapterError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -28,12 +29,52 @@ class AdapterError(Exception):
 
 
 class AdapterRejected(AdapterError):
-    """The content of an upload is refused; nothing of it was kept."""
+    """The content of an upload is refused; nothing of it was kept.
+
+    Its text is a summary of at most 400 characters; `violations` has every detail.
+    """
 
     def __init__(self, violations: list[Violation]) -> None:
         self.violations = tuple(violations)
-        super().__init__("; ".join(f"{v.subject}: {v.message}" for v in violations))
+        super().__init__(_summary(self.violations))
 
 
 class AdapterUnavailable(AdapterError):
     """An accepted adapter cannot be loaded: its stored files are missing or damaged."""
+
+
+_MOST_CHARACTERS = 400
+_MOST_CODES = 3
+#: What an adapter of another base model is refused for, tensor by tensor.
+_FOREIGN = ("shape_mismatch", "unknown_module", "layer_out_of_range", "incomplete_adapter")
+
+
+def _summary(violations: Sequence[Violation]) -> str:
+    """How many violations there are, and the first of each code."""
+    groups: dict[str, list[Violation]] = {}
+    for violation in violations:
+        groups.setdefault(violation.code, []).append(violation)
+    foreign = sum(len(groups.get(code, ())) for code in _FOREIGN)
+    hint = ""
+    if foreign > 2 and 2 * foreign > len(violations):
+        hint = "This adapter seems to be trained on another base model. "
+    if len(violations) == 1:
+        text = f"{hint}The adapter is refused: {_described(violations[0])}."
+    else:
+        causes = [
+            f"{code} ({len(group)}){', first' if len(group) > 1 else ''}: "
+            + _cut(_described(group[0]), 120)
+            for code, group in list(groups.items())[:_MOST_CODES]
+        ]
+        if len(groups) > _MOST_CODES:
+            causes.append(f"and {len(groups) - _MOST_CODES} more kinds")
+        text = f"{hint}Refused for {len(violations)} reasons: {'; '.join(causes)}."
+    return _cut(text, _MOST_CHARACTERS)
+
+
+def _described(violation: Violation) -> str:
+    return f"{violation.subject}: {violation.message}".removesuffix(".")
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"

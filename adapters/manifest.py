@@ -35,6 +35,8 @@ class BaseSpec:
 
     `output_module` is the head (`lm_head`), which PEFT's "all-linear" leaves out.
     `max_positions` is the context length in tokens. `tied_head`: head and embedding share weights.
+    `digest` tells bases apart, also of equal name and sizes; it does not depend on the dtype in
+    which they are loaded.
     """
 
     name: str
@@ -43,6 +45,7 @@ class BaseSpec:
     targets: tuple[TargetSpec, ...]
     output_module: str | None = None
     tied_head: bool = False
+    digest: str = ""
 
     @cached_property
     def module_index(self) -> dict[str, tuple[int, int]]:
@@ -70,7 +73,9 @@ class AdapterManifest:
     """What a validated adapter holds. Filled by `adapters.validation`, stored with its record.
 
     `digest` is the sha256 of the canonical content (see `adapters.peft_files.content_digest`).
-    `warnings` are things accepted but worth telling (ignored files, another base's name).
+    `base_name` and `base_digest` are the base it was validated for, and answers with;
+    `base_model` is what its own config names. `warnings` are things accepted but worth telling
+    (ignored files, another base's name).
     """
 
     digest: str
@@ -79,6 +84,8 @@ class AdapterManifest:
     weights_bytes: int
     dtypes: tuple[str, ...]
     max_rank: int
+    base_name: str = ""
+    base_digest: str = ""
     base_model: str | None = None
     warnings: tuple[str, ...] = ()
 

@@ -90,6 +90,8 @@ def validate(
         weights_bytes=table.nbytes,
         dtypes=tuple(sorted({tensor.dtype for tensor in table.tensors})),
         max_rank=max(module.rank for module in modules),
+        base_name=base.name,
+        base_digest=base.digest,
         base_model=config.base_model,
         warnings=(*notes, *config.warnings, *_warnings(config, base)),
     )

@@ -85,7 +85,7 @@ class _Target:
 
 def _target(services: Services, tenant: str, model: str) -> _Target:
     """Resolve `model` and have its adapter fetched. Raises NotFound, AdapterUnavailable."""
-    route = resolve(services.store.snapshot, tenant, model, services.engine.base.name)
+    route = resolve(services.store.snapshot, tenant, model, services.engine.base)
     if route.adapter is None or route.version is None:
         return _Target(route, None, tenant)
     try:

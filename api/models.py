@@ -7,26 +7,30 @@ from starlette.responses import JSONResponse, Response
 
 from api.records import model_record
 from api.services import services_of, tenant_of
-from registry.routing import resolve
+from registry.routing import fits, resolve
 
 
 async def list_models(request: Request) -> Response:
-    """GET /v1/models"""
+    """GET /v1/models: what can be asked now; adapters of other bases are left out."""
     services = services_of(request)
-    base = services.engine.base.name
+    base = services.engine.base
     adapters = services.store.snapshot.list(tenant_of(request))
-    data = [model_record(base, services.started, parent=None)]
-    data += [model_record(a.name, a.created, parent=base) for a in adapters]
+    data = [model_record(base.name, services.started, parent=None)]
+    data += [
+        model_record(adapter.name, adapter.created, parent=base.name)
+        for adapter in adapters
+        if any(fits(version, base) for version in adapter.versions)
+    ]
     return JSONResponse({"object": "list", "data": data})
 
 
 async def get_model(request: Request) -> Response:
     """GET /v1/models/{model}: whatever a request may name as its model."""
     services = services_of(request)
-    base = services.engine.base.name
+    base = services.engine.base
     model = request.path_params["model"]
     route = resolve(services.store.snapshot, tenant_of(request), model, base)
     if route.adapter is None or route.version is None:
-        return JSONResponse(model_record(base, services.started, parent=None))
+        return JSONResponse(model_record(base.name, services.started, parent=None))
     created = route.adapter.created if "@" not in model else route.version.created
-    return JSONResponse(model_record(model, created, parent=base))
+    return JSONResponse(model_record(model, created, parent=base.name))

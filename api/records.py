@@ -8,7 +8,10 @@ from registry.records import Adapter, Version
 
 
 def version_record(name: str, version: Version) -> dict[str, Any]:
-    """One version of the adapter `name`. `rank` is its largest, `bytes` the size of its weights."""
+    """One version of the adapter `name`. `rank` is its largest, `bytes` the size of its weights.
+
+    `base` is the base it was uploaded for, `base_model` what its config names.
+    """
     manifest = version.manifest
     return {
         "object": "adapter.version",
@@ -21,6 +24,7 @@ def version_record(name: str, version: Version) -> dict[str, Any]:
         "parameters": manifest.parameters,
         "bytes": manifest.weights_bytes,
         "dtypes": list(manifest.dtypes),
+        "base": manifest.base_name,
         "base_model": manifest.base_model,
         "warnings": list(manifest.warnings),
     }

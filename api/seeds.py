@@ -14,7 +14,7 @@ from adapters.manifest import CONFIG_FILE, WEIGHTS_FILE
 from api.members import Members
 from api.services import DEFAULT_TENANT, Services
 from api.uploads import inspect, publish, staged
-from registry.routing import check_name
+from registry.routing import check_name, fits
 
 _SEEDED_FILE = "seeded.json"
 
@@ -22,24 +22,27 @@ _log = logging.getLogger("lorikeet.seeds")
 
 
 async def seed(services: Services, folder: Path) -> list[str]:
-    """Publish each sub-folder of `folder` that was never published here; returns their names.
+    """Publish each sub-folder of `folder` never published here for this base; returns their names.
 
     An adapter that this base cannot serve is left out with a warning and tried again next time.
     """
     marker = services.settings.data / _SEEDED_FILE
     done = set(json.loads(marker.read_text())) if marker.exists() else set()
     added = []
+    base = services.engine.base
     for source in _sources(folder):
-        if source.name in done:
+        entry = f"{source.name} for {base.digest}"
+        if entry in done:
             continue
-        if services.store.snapshot.find(DEFAULT_TENANT, source.name) is None:
+        known = services.store.snapshot.find(DEFAULT_TENANT, source.name)
+        if known is None or not any(fits(version, base) for version in known.versions):
             try:
                 await _publish(services, source)
             except AdapterRejected as error:
                 _log.warning("adapter %s does not fit this base: %s", source.name, error)
                 continue
             added.append(source.name)
-        done.add(source.name)
+        done.add(entry)
         _write(marker, sorted(done))
     return added
 
@@ -56,7 +59,7 @@ async def _publish(services: Services, source: Path) -> None:
             members.select(name)
             await asyncio.to_thread(shutil.copyfile, source / name, staging.path / name)
         manifest = await asyncio.to_thread(inspect, services, staging.path, None, members)
-        request_id = f"seed:{source.name}:{manifest.digest[:16]}"
+        request_id = f"seed:{source.name}:{manifest.digest[:16]}:{manifest.base_digest[:16]}"
         await publish(services, staging, DEFAULT_TENANT, source.name, manifest, request_id)
 
 

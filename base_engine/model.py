@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -31,6 +33,9 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 _PROBE_TOKENS = 5
 _PROBE_LOGITS = 2
+
+#: Values of each parameter that a base is told by.
+_SIGNS = 4096
 
 
 class Decoder:
@@ -169,7 +174,22 @@ def _base_spec(model: PreTrainedModel, name: str, adaptable: set[str]) -> BaseSp
         targets=targets,
         output_module=head_path,
         tied_head=head is not None and head.weight is embedding,
+        digest=_digest(model),
     )
+
+
+def _digest(model: PreTrainedModel) -> str:
+    """Hex sha256 of the signs of up to _SIGNS values spread over each parameter.
+
+    Signs are the same in every dtype; and any training flips many of those near zero.
+    """
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        found.update(f"{name} {list(parameter.shape)}\n".encode())
+        stride = max(1, parameter.numel() // _SIGNS)
+        signs = torch.signbit(parameter.flatten()[::stride][:_SIGNS])
+        found.update(np.packbits(signs.cpu().numpy()).tobytes())
+    return found.hexdigest()
 
 
 def _max_positions(config: PretrainedConfig) -> int:

@@ -3,6 +3,7 @@
 RegistryError
 ├── NotFound               no such adapter, version, model or blob (also: it is another tenant's)
 ├── Conflict               a taken or reserved name; a request id used for something else
+│   └── WrongBase          an adapter of another base than the one served
 ├── InvalidName            a name or digest outside the allowed form; also a ValueError
 ├── RegistryUnavailable    Redis does not answer, or cannot promise durability; try again
 ├── StorageFull            no room on the disk or in Redis
@@ -22,6 +23,10 @@ class NotFound(RegistryError):
 
 class Conflict(RegistryError):
     """The request contradicts what is already there."""
+
+
+class WrongBase(Conflict):
+    """The adapter is there, but it was uploaded for another base than the one served."""
 
 
 class InvalidName(RegistryError, ValueError):

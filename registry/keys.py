@@ -4,7 +4,7 @@
 |---|---|---|
 | EPOCH | string | random id made by the first write; another one means: emptied and begun anew |
 | REVISION | string, int | counts the mutations; equals the id of the last entry in CHANGES |
-| ADAPTERS | hash | `tenant/name` → `created first last digest` (unix s, first and last version number, digest of the last one); present exactly while the adapter exists |
+| ADAPTERS | hash | `tenant/name` → `created first last content` (unix s, first and last version number, content of the last one: its digest and its base's); present exactly while the adapter exists |
 | VERSIONS | hash | `tenant/name/number` → packed version (`Version.pack`) |
 | NUMBERS | hash | `tenant/name` → highest number ever given; outlives the adapter, so none is reused |
 | CHANGES | stream | one entry `revision-0` per mutation: `op` (add, delete, reset), `epoch`, `adapter`, `number`, `version` |

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from registry.errors import Conflict, InvalidName, NotFound
+from adapters.manifest import BaseSpec
+from registry.errors import Conflict, InvalidName, NotFound, WrongBase
 from registry.records import Adapter, Version
 from registry.snapshot import Snapshot
 
@@ -27,21 +28,35 @@ class Route:
     version: Version | None
 
 
-def resolve(snapshot: Snapshot, tenant: str, model: str, base_name: str) -> Route:
+def resolve(snapshot: Snapshot, tenant: str, model: str, base: BaseSpec) -> Route:
     """The route of `model`: the base's name, `name`, `name@latest`, `name@3`, `name@sha256:…`.
 
+    Only versions that were uploaded for `base` answer; the latest is the latest of these.
     Raises NotFound with one and the same message whether the model does not exist, is malformed
-    or belongs to another tenant. Nothing but the base's exact name ever leads to the base.
+    or belongs to another tenant, WrongBase if it is there, but for another base. Nothing but the
+    base's exact name ever leads to the base.
     """
-    if model == base_name:
+    if model == base.name:
         return Route(model, None, None)
     name, at, selector = model.partition("@")
     adapter = snapshot.find(tenant, name)
-    version = _select(adapter, selector if at else "latest") if adapter else None
-    if adapter is None or version is None:
+    named = _select(adapter, selector if at else "latest") if adapter else []
+    if adapter is None or not named:
         shown = model if len(model) <= _SHOWN else model[:_SHOWN] + "…"
         raise NotFound(f"The model {shown!r} does not exist.")
-    return Route(model, adapter, version)
+    fitting = [version for version in named if fits(version, base)]
+    if not fitting:
+        raise WrongBase(
+            f"The adapter {model!r} was uploaded for the base {named[-1].manifest.base_name!r}, "
+            f"and other weights are served here, as {base.name!r}. Upload it again if it is meant "
+            "for these."
+        )
+    return Route(model, adapter, fitting[-1])
+
+
+def fits(version: Version, base: BaseSpec) -> bool:
+    """Whether `version` was uploaded for this very base."""
+    return version.manifest.base_digest == base.digest
 
 
 def check_name(name: str, base_name: str) -> None:
@@ -59,12 +74,12 @@ def check_name(name: str, base_name: str) -> None:
         )
 
 
-def _select(adapter: Adapter, selector: str) -> Version | None:
+def _select(adapter: Adapter, selector: str) -> list[Version]:
+    """The versions that `selector` may mean, the preferred one last."""
     if selector == "latest":
-        return adapter.latest
+        return list(adapter.versions)
     if _NUMBER.fullmatch(selector):
-        number = int(selector)
-        return next((v for v in adapter.versions if v.number == number), None)
+        return [v for v in adapter.versions if v.number == int(selector)]
     if digest := _DIGEST.fullmatch(selector):
-        return next((v for v in reversed(adapter.versions) if v.digest == digest[1]), None)
-    return None
+        return [v for v in adapter.versions if v.digest == digest[1]]
+    return []

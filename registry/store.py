@@ -69,9 +69,9 @@ class RegistryStore:
     ) -> Version:
         """Make `manifest` the latest version of the adapter, which is created if it is new.
 
-        The same request id returns the same version again. Content equal to the latest version's
-        returns that version (its `request_id` tells). Numbers are never reused, not even after a
-        deletion. Visible in `snapshot` on return.
+        The same request id returns the same version again. Content equal to the latest version's,
+        for the same base, returns that version (its `request_id` tells). Numbers are never reused,
+        not even after a deletion. Visible in `snapshot` on return.
         Raises Conflict if the request id was used for something else, RegistryUnavailable (the
         outcome is unknown; repeat with the same request id), StorageFull.
         """
@@ -82,8 +82,8 @@ class RegistryStore:
             tenant,
             name,
             request_id,
-            f"add {name} {manifest.digest}",
-            (manifest.digest, created, packed),
+            f"add {name} {_content(manifest)}",
+            (_content(manifest), created, packed),
         )
         return Version.unpack(int(reply[3]), reply[4])
 
@@ -111,7 +111,7 @@ class RegistryStore:
         for adapter in adapters:
             field = keys.adapter_field(adapter.tenant, adapter.name)
             for v in adapter.versions:
-                arguments += [field, v.number, v.digest, v.created, v.pack()]
+                arguments += [field, v.number, _content(v.manifest), v.created, v.pack()]
         reply = await self._run(scripts.RESTORE, _KEYS, [uuid.uuid4().hex, *arguments])
         restored = bool(reply[0] == b"ok")
         with redis_errors():
@@ -166,3 +166,8 @@ class RegistryStore:
                 )
         result: list[Any] = reply
         return result
+
+
+def _content(manifest: AdapterManifest) -> str:
+    """What makes two uploads the same version: equal files, for the same base."""
+    return manifest.digest + manifest.base_digest

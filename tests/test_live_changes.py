@@ -16,7 +16,7 @@ import torch
 from adapters.weights import load_weights
 from api.settings import ByteSize
 from tests.api.server import Running, serving
-from tests.tiny import make_adapter, oracle_logprobs, signature_adapter
+from tests.tiny import make_adapter, oracle_logprobs, signature_adapter, tiny_base
 
 #: Longer than a few KV blocks, so that the prefix cache has something to keep.
 PROMPT = [3 + (7 * i) % 250 for i in range(64)]
@@ -220,3 +220,33 @@ def test_a_cold_adapter_on_a_slow_disk_holds_nobody_back(
         assert max(streams.gaps) < 1.0
         assert len(health) > 5 and max(health) < 1.0
         assert server.engine.adapters.stats().loads_total == 1
+
+
+def test_adapters_of_another_base_are_neither_listed_nor_served(tmp_path: Path) -> None:
+    """Two bases of equal name and sizes on one data folder, one after the other."""
+    bases = [tiny_base(tmp_path / f"base{seed}", seed=seed) for seed in (1, 2)]
+    folders = [
+        make_adapter(base, tmp_path / f"a{i}", seed=i, std=0.3) for i, base in enumerate(bases)
+    ]
+    data = tmp_path / "data"
+
+    def models(server: Running) -> list[str]:
+        return [model.id for model in server.openai.models.list()]
+
+    with serving(bases[0], data) as server:
+        assert server.upload("a", folders[0]).json()["version"] == 1
+        assert_answer_of(bases[0], folders[0], ask(server, "a"), server)
+    with serving(bases[1], data) as server:
+        assert models(server) == ["tiny"]
+        for model in ("a", "a@1"):
+            refused = server.client.post("/v1/completions", json={"model": model, "prompt": "!"})
+            assert refused.status_code == 409
+            assert "uploaded for the base 'tiny'" in refused.json()["error"]["message"]
+        # The very same files may be meant for this base too.
+        assert server.upload("a", folders[0]).json()["version"] == 2
+        assert_answer_of(bases[1], folders[0], ask(server, "a"), server)
+        assert server.upload("a", folders[1]).json()["version"] == 3
+        assert models(server) == ["tiny", "a"]
+    with serving(bases[0], data) as server:
+        assert models(server) == ["tiny", "a"]
+        assert_answer_of(bases[0], folders[0], ask(server, "a"), server)

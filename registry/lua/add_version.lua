@@ -1,11 +1,11 @@
 -- Add a version to an adapter, creating the adapter if it is new.
 -- KEYS: epoch, revision, adapters, versions, numbers, changes, request
 -- ARGV: fresh epoch, request fingerprint, request ttl (s), changes kept,
---       adapter field, digest, created (unix s), packed version
+--       adapter field, content (hex), created (unix s), packed version
 -- Returns {'ok', epoch, revision, number, packed version} or {'conflict'}.
 -- Content equal to the latest version's is that version: nothing is added.
 local epoch, revision, adapters, versions, numbers, changes, request = unpack(KEYS)
-local fresh, fingerprint, ttl, kept, field, digest, created, packed = unpack(ARGV)
+local fresh, fingerprint, ttl, kept, field, content, created, packed = unpack(ARGV)
 
 local done = redis.call('HMGET', request, 'fingerprint', 'revision', 'number', 'version')
 if done[1] then
@@ -21,13 +21,13 @@ local born, first, last, current
 if head then born, first, last, current = string.match(head, '^(%d+) (%d+) (%d+) (%x+)$') end
 
 local rev, number
-if current == digest then
+if current == content then
   rev = redis.call('GET', revision)
   number = last
   packed = redis.call('HGET', versions, field .. '/' .. number)
 else
   number = tostring(redis.call('HINCRBY', numbers, field, 1))
-  redis.call('HSET', adapters, field, table.concat({born or created, first or number, number, digest}, ' '))
+  redis.call('HSET', adapters, field, table.concat({born or created, first or number, number, content}, ' '))
   redis.call('HSET', versions, field .. '/' .. number, packed)
   rev = tostring(redis.call('INCR', revision))
   redis.call('XADD', changes, 'MAXLEN', '~', kept, rev .. '-0',

@@ -220,3 +220,24 @@ def test_loading_keeps_the_weights_bit_for_bit(llama_base: Path) -> None:
             found = next(p for n, p in loaded.items() if n.replace(".base.", ".") == name)
         assert torch.equal(found, parameter)
     assert isinstance(decoder.model.config, LlamaConfig)
+
+
+def test_a_base_is_told_by_its_weights_in_whatever_dtype(tmp_path: Path) -> None:
+    one, other = (tiny_base(tmp_path / f"b{seed}", seed=seed) for seed in (1, 2))
+    digests = {
+        Decoder.load(one, name=name, dtype=dtype, device="cpu").spec.digest
+        for name, dtype in [("a", "float32"), ("b", "bfloat16"), ("c", "float16")]
+    }
+    assert len(digests) == 1
+    assert load(other).spec.digest not in digests
+
+
+def test_a_little_training_makes_another_base(tmp_path: Path) -> None:
+    one = tiny_base(tmp_path / "one")
+    model = AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(99)
+    for parameter in model.parameters():
+        step = torch.randn(parameter.shape, generator=generator) * 1e-3
+        parameter.data += step * parameter.abs().mean()
+    model.save_pretrained(tmp_path / "trained")
+    assert load(tmp_path / "trained").spec.digest != load(one).spec.digest

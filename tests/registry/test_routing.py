@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from registry.errors import Conflict, InvalidName, NotFound
+from adapters.manifest import BaseSpec
+from registry.errors import Conflict, InvalidName, NotFound, WrongBase
 from registry.routing import check_name, resolve
 from tests.registry.servers import manifest, run, running
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SERVED = BaseSpec(BASE, 100, 100, ())
 
 
 def test_every_form_of_a_model_name_leads_to_its_version(tmp_path: Path) -> None:
@@ -28,12 +31,45 @@ def test_every_form_of_a_model_name_leads_to_its_version(tmp_path: Path) -> None
                 (f"a.b@sha256:{manifest(2).digest}", 2),
                 (f"a.b@sha256:{manifest(1).digest}", 3),
             ):
-                route = resolve(opened.snapshot, "t", model, BASE)
+                route = resolve(opened.snapshot, "t", model, SERVED)
                 assert route.model == model
                 assert route.adapter == adapter
                 assert route.version == adapter.versions[number - 1]
-            base = resolve(opened.snapshot, "t", BASE, BASE)
+            base = resolve(opened.snapshot, "t", BASE, SERVED)
             assert (base.model, base.adapter, base.version) == (BASE, None, None)
+
+    run(test)
+
+
+def test_versions_of_another_base_never_answer(tmp_path: Path) -> None:
+    ours, theirs = (
+        replace(SERVED, name=n, digest=d) for n, d in (("ours", "aa"), ("theirs", "bb"))
+    )
+
+    async def test() -> None:
+        async with running(tmp_path) as opened:
+            for number, (base, seed) in enumerate(
+                [(ours, 1), (theirs, 1), (theirs, 2), (theirs, 2)], start=1
+            ):
+                made = replace(manifest(seed), base_name=base.name, base_digest=base.digest)
+                added = await opened.add_version("t", "a", made, request_id=f"r{number}")
+                # Equal files are another version only if they are for another base.
+                assert added.number == min(number, 3)
+
+            def number_of(model: str, base: BaseSpec) -> int:
+                version = resolve(opened.snapshot, "t", model, base).version
+                assert version is not None
+                return version.number
+
+            shared = f"a@sha256:{manifest(1).digest}"
+            for model, ours_is, theirs_is in [("a", 1, 3), ("a@latest", 1, 3), (shared, 1, 2)]:
+                assert number_of(model, ours) == ours_is
+                assert number_of(model, theirs) == theirs_is
+            for model in ("a@2", "a@3", f"a@sha256:{manifest(2).digest}"):
+                with pytest.raises(WrongBase, match="uploaded for the base 'theirs'"):
+                    resolve(opened.snapshot, "t", model, ours)
+            with pytest.raises(WrongBase):
+                resolve(opened.snapshot, "t", "a", replace(ours, digest="cc"))
 
     run(test)
 
@@ -54,7 +90,7 @@ def test_what_does_not_exist_is_never_served_by_the_base(tmp_path: Path) -> None
             models += ["/etc/passwd", "../tone", "t/tone", "file:///etc/passwd", "base", "__base__"]
             for model in models:
                 with pytest.raises(NotFound) as caught:
-                    resolve(opened.snapshot, "t", model, BASE)
+                    resolve(opened.snapshot, "t", model, SERVED)
                 # One message, whether it exists for someone else, existed once or never did.
                 if len(model) < 200:
                     assert str(caught.value) == f"The model {model!r} does not exist."
