@@ -18,7 +18,7 @@ from starlette.routing import Route
 from api import adapter_routes, completions, health, models, steps, uploads
 from api.errors import FAULTS, error_response
 from api.metrics import Metrics
-from api.middleware import AnswerFailures, CountRequests, RequestId
+from api.middleware import AnswerFailures, CountRequests, LogRequests, RequestId
 from api.seeds import seed
 from api.services import Services
 from api.settings import Settings
@@ -66,6 +66,7 @@ def create_app(settings: Settings) -> Starlette:
         routes=ROUTES,
         middleware=[
             Middleware(RequestId),
+            *([Middleware(LogRequests)] if settings.log_requests else []),
             Middleware(CountRequests, metrics=metrics),
             Middleware(AnswerFailures),
         ],

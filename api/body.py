@@ -14,17 +14,19 @@ from api.errors import BadRequest, BodyTimeout, BodyTooLarge
 READ_TIMEOUT = 60.0
 
 
-async def body_chunks(request: Request, limit: int) -> AsyncIterator[bytes]:
+async def body_chunks(
+    request: Request, limit: int, setting: str = "--max-body"
+) -> AsyncIterator[bytes]:
     """The body piece by piece. Raises BodyTooLarge at once when `limit` bytes are passed.
 
-    Also raises BadRequest for a bad Content-Length, BodyTimeout, and ClientDisconnect when the
-    client leaves early.
+    `setting` is the flag that sets the limit. Also raises BadRequest for a bad Content-Length,
+    BodyTimeout, and ClientDisconnect when the client leaves early.
     """
     declared = request.headers.get("content-length", "0")
     if not declared.isascii() or not declared.isdigit():
         raise BadRequest("The Content-Length header is not a number.")
     if len(declared) > 18 or int(declared) > limit:
-        raise _too_large(limit)
+        raise _too_large(limit, setting)
     received = 0
     async with aclosing(request.stream()) as stream:
         while True:
@@ -38,7 +40,7 @@ async def body_chunks(request: Request, limit: int) -> AsyncIterator[bytes]:
                 return
             received += len(chunk)
             if received > limit:
-                raise _too_large(limit)
+                raise _too_large(limit, setting)
             yield chunk
 
 
@@ -47,5 +49,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join([chunk async for chunk in body_chunks(request, limit)])
 
 
-def _too_large(limit: int) -> BodyTooLarge:
-    return BodyTooLarge(f"The body is larger than {limit} bytes, the most that is taken here.")
+def _too_large(limit: int, setting: str) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"The body is larger than {limit} bytes, the most that is taken here (set by {setting})."
+    )

@@ -36,6 +36,7 @@ async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions"""
     services = services_of(request)
     body = decode(await read_body(request, services.settings.max_body), ChatRequest)
+    request.scope["model"] = body.model  # for the access log
     target = _target(services, tenant_of(request), body.model)
     messages = body.template_messages()
     _check_text(services, "messages", sum(len(message["content"]) for message in messages))
@@ -49,6 +50,7 @@ async def completions(request: Request) -> Response:
     """POST /v1/completions"""
     services = services_of(request)
     body = decode(await read_body(request, services.settings.max_body), CompletionRequest)
+    request.scope["model"] = body.model  # for the access log
     target = _target(services, tenant_of(request), body.model)
     prompts = body.prompts()
     length = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))

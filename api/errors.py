@@ -18,11 +18,13 @@ import logging
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from adapters.errors import AdapterRejected, AdapterUnavailable
 from base_engine.errors import EngineStopped, PromptTooLong, QueueFull, StepFailed
@@ -71,20 +73,22 @@ class Fault:
 
     `message` None means the exception's own text, which must then be fit for clients. `retry`:
     None says nothing, True sends Retry-After, False tells SDKs that trying again is useless.
+    `code` and `param` are for exceptions that name none themselves.
     """
 
     status: int
     type: str
-    code: str | None
+    code: str
     message: str | None = None
     retry: bool | None = None
+    param: str | None = None
 
 
 _INVALID = "invalid_request_error"
 
 #: The most special class comes first where one derives from another.
 FAULTS: tuple[tuple[type[Exception], Fault], ...] = (
-    (BadRequest, Fault(400, _INVALID, None)),
+    (BadRequest, Fault(400, _INVALID, "invalid_value")),
     (Missing, Fault(404, _INVALID, "not_found")),
     (BodyTimeout, Fault(408, _INVALID, "body_timeout", retry=False)),
     (BodyTooLarge, Fault(413, _INVALID, "request_too_large")),
@@ -92,9 +96,9 @@ FAULTS: tuple[tuple[type[Exception], Fault], ...] = (
     (ClientDisconnect, Fault(400, _INVALID, "client_disconnected", "The client went away.")),
     (ChatTemplateMissing, Fault(400, _INVALID, "chat_template_missing")),
     (ChatTemplateError, Fault(400, _INVALID, "chat_template_error")),
-    (InvalidName, Fault(400, _INVALID, "invalid_name")),
+    (InvalidName, Fault(400, _INVALID, "invalid_name", param="name")),
     (PromptTooLong, Fault(400, _INVALID, "context_length_exceeded")),
-    (NotFound, Fault(404, _INVALID, "model_not_found")),
+    (NotFound, Fault(404, _INVALID, "model_not_found", param="model")),
     (Conflict, Fault(409, _INVALID, "conflict", retry=False)),
     (AdapterRejected, Fault(422, _INVALID, "adapter_rejected")),
     (QueueFull, Fault(429, "rate_limit_error", "queue_full", retry=True)),
@@ -153,11 +157,10 @@ def error_body(error: Exception) -> dict[str, Any]:
     body: dict[str, Any] = {
         "message": fault.message or str(error),
         "type": fault.type,
-        "param": getattr(error, "param", None),
+        "param": getattr(error, "param", None) or fault.param,
         "code": getattr(error, "code", None) or fault.code,
     }
     if isinstance(error, AdapterRejected):
-        body["message"] = f"The adapter is refused: {error}"
         body["violations"] = [msgspec.to_builtins(v) for v in error.violations]
     return {"error": body}
 
@@ -172,16 +175,50 @@ def error_response(request: Request, error: Exception) -> Response:
         headers["x-should-retry"] = "true" if fault.retry else "false"
     if fault.retry:
         headers["retry-after"] = str(getattr(error, "retry_after", RETRY_AFTER))
-    return Response(
-        msgspec.json.encode(error_body(error)), fault.status, headers, "application/json"
-    )
+    body = error_body(error)
+    if fault.status == 404 and isinstance(error, HTTPException):
+        body["error"]["message"] = _no_route(request)
+    if fault.status == 405:
+        methods = _methods(request)
+        headers["Allow"] = ", ".join(methods)
+        taken = " and ".join(methods)
+        body["error"]["message"] = f"{request.method} is not taken by this route, only {taken}."
+    return Response(msgspec.json.encode(body), fault.status, headers, "application/json")
 
 
 def log_failure(error: Exception, request: Request) -> None:
     """Log a failure of the server's own under the request's id, with its traceback.
 
-    Requests cut by a stopping engine are no surprise: a line each is enough.
+    Requests cut by a stopping engine are no surprise: a line each is enough. An engine that fails
+    logs that itself.
     """
     request_id = request.scope.get("request_id", "-")
-    trace = None if isinstance(error, EngineStopped) else error
-    _log.error("request %s failed: %r", request_id, error, exc_info=trace)
+    if isinstance(error, EngineStopped):
+        _log.info("request %s was cut: %s", request_id, error)
+        return
+    _log.error("request %s failed: %r", request_id, error, exc_info=error)
+
+
+def _no_route(request: Request) -> str:
+    path = request.scope["path"]
+    for other in (f"/v1{path}", path.removeprefix("/v1"), path.rstrip("/")):
+        if other != path and _matches(request, other):
+            return f"There is no {_shown(path)}; did you mean {_shown(other)}?"
+    return f"There is no {_shown(path)}; routes begin with /v1, such as /v1/models."
+
+
+def _methods(request: Request) -> list[str]:
+    """The methods that the request's path takes, over all of its routes."""
+    routes = _matches(request, request.scope["path"])
+    return sorted({method for route in routes for method in route.methods or ()} - {"HEAD"})
+
+
+def _matches(request: Request, path: str) -> list[Route]:
+    app = request.scope.get("app")
+    scope = {**request.scope, "path": path, "root_path": ""}
+    routes = [route for route in app.routes if isinstance(route, Route)] if app is not None else []
+    return [route for route in routes if route.matches(scope)[0] is not Match.NONE]
+
+
+def _shown(path: str) -> str:
+    return quote(path[:200])

@@ -6,6 +6,8 @@ ever select; no path is made from them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from adapters.errors import Violation
 from adapters.manifest import CONFIG_FILE, WEIGHTS_FILE
 
@@ -66,14 +68,23 @@ class Members:
             message = f"the adapter files must lie in one folder; found them in {folders}"
             self.refuse("several_folders", "upload", message)
 
+    def explained(self, violation: Violation) -> Violation:
+        """`violation`, with the names of what was sent instead if it is that a file is missing."""
+        if violation.code != "missing_file" or not self._ignored:
+            return violation
+        message = f"{violation.message}; sent were {self._ignored_names()}, which are not read"
+        return replace(violation, message=message)
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """What was ignored, in words for the answer."""
         if not self._ignored:
             return ()
+        return (f"ignored files that are not part of the adapter: {self._ignored_names()}",)
+
+    def _ignored_names(self) -> str:
         rest = len(self._ignored) - _NAMED
-        names = ", ".join(self._ignored[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
-        return (f"ignored files that are not part of the adapter: {names}",)
+        return ", ".join(self._ignored[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
     def _select(self, name: str, folder: str, base: str) -> str | None:
         lower = base.lower()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 import uuid
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -13,6 +16,8 @@ from api.errors import error_response
 from api.metrics import Metrics
 
 REQUEST_ID_HEADER = "x-request-id"
+
+_access_log = logging.getLogger("lorikeet.access")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -66,6 +71,48 @@ class AnswerFailures:
             if started:
                 raise
             await error_response(Request(scope), error)(scope, receive, send)
+
+
+class LogRequests:
+    """Logs one line per request when its answer has ended; nothing of what was asked.
+
+    Health probes and /metrics are left out. The status is "-" where the client left before there
+    was one. A handler that knows the model notes it as `scope["model"]`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _UNLOGGED:
+            await self.app(scope, receive, send)
+            return
+        started = time.monotonic()
+        status = "-"
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_noted)
+        finally:
+            milliseconds = (time.monotonic() - started) * 1000
+            model = f" model={quote(scope['model'][:100])}" if "model" in scope else ""
+            _access_log.info(
+                "%s %s %s %.1f ms %s%s",
+                scope["method"],
+                quote(scope["path"][:200]),
+                status,
+                milliseconds,
+                scope["request_id"],
+                model,
+            )
+
+
+_UNLOGGED = ("/live", "/ready", "/health", "/metrics")
 
 
 class CountRequests:

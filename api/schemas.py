@@ -6,13 +6,13 @@ nothing); a field we do not know is refused. Types are exact: `true` is no numbe
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Meta, Struct
 
 from api.errors import BadRequest
+from api.refusals import refusal
 from base_engine.request import SamplingParams
 
 MAX_CHOICES = 16
@@ -215,6 +215,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "refusal": (),
 }
 
+#: Per body, the fields that only the other route takes -> that route.
+_ELSEWHERE: dict[type[Sampling], dict[str, str]] = {
+    mine: {
+        name: route
+        for name in other.__struct_fields__
+        if name not in mine.__struct_fields__ and name not in NEUTRAL
+    }
+    for mine, other, route in (
+        (ChatRequest, CompletionRequest, "/v1/completions"),
+        (CompletionRequest, ChatRequest, "/v1/chat/completions"),
+    )
+}
+
 _T = TypeVar("_T", ChatRequest, CompletionRequest)
 
 
@@ -226,7 +239,7 @@ def decode(body: bytes, kind: type[_T]) -> _T:
     try:
         request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _explained(str(error)) from None
+        raise _explained(error, body, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
@@ -274,21 +287,9 @@ def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _explained(message: str) -> BadRequest:
-    """msgspec's message with the field in front: ``Expected `int`, got `str` - at `$.n` ``."""
-    unknown = re.fullmatch(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*)`)?", message)
-    if unknown is not None:
-        name = (f"{unknown[2]}." if unknown[2] else "") + unknown[1]
-        return BadRequest(f"{name[:200]}: unknown field.", name[:200], "unknown_parameter")
-    missing = re.fullmatch(
-        r"Object missing required field `(.*?)`(?: - at `\$\.?(.*)`)?", message, re.DOTALL
-    )
-    if missing is not None:
-        name = (f"{missing[2]}." if missing[2] else "") + missing[1]
-        return BadRequest(f"{name}: required, but missing.", name, "missing_parameter")
-    text, _, path = message.rpartition(" - at `$") if " - at `$" in message else (message, "", "")
-    param = path.rstrip("`").lstrip(".")[:200] or None
-    return BadRequest(f"{param or 'body'}: {text[:300]}.", param, "invalid_value")
+def _explained(error: msgspec.ValidationError, body: bytes, kind: type[Sampling]) -> BadRequest:
+    known = [name for name in kind.__struct_fields__ if name not in NEUTRAL]
+    return refusal(str(error), body, known, _ELSEWHERE[kind])
 
 
 def _template_message(message: Message) -> dict[str, str]:

@@ -7,9 +7,10 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
-from typing import Any, NewType, get_args, get_type_hints
+from typing import Any, NewType, NoReturn, get_args, get_type_hints
 
 from base_engine.config import EngineConfig
 
@@ -22,6 +23,13 @@ _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}iB": 1 << (10 * (i + 1)) for i, letter in enumerate("KMGT")}
 _UNITS |= {f"{letter}B": 1000 ** (i + 1) for i, letter in enumerate("KMGT")}
 _UNITS_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable that looks like a setting of ours but is none."""
+    known = [ENV_PREFIX + item.name.upper() for item in fields(Settings)]
+    unknown = sorted(v for v in environ if v.startswith(ENV_PREFIX) and v not in known)
+    return [f"{variable} is no setting{_nearest(variable, known)}" for variable in unknown]
 
 
 class SettingsError(ValueError):
@@ -103,16 +111,19 @@ class Settings:
     write_timeout: int = _setting(
         60, "seconds a stream may wait for a client that does not read", low=1, high=86400
     )
+    log_requests: bool = _setting(True, "log a line per request, without its content")
 
     def __post_init__(self) -> None:
         for item in fields(self):
             _check(item.name, getattr(self, item.name), item.metadata)
         if re.fullmatch(r"cpu|cuda(:\d+)?", self.device) is None:
-            raise SettingsError(f"device: {self.device!r} is not cpu, cuda or cuda:N")
+            raise SettingsError(f"--device: {self.device!r} is not cpu, cuda or cuda:N")
         if self.redis and not self.redis.startswith(("redis://", "rediss://", "unix://")):
-            raise SettingsError("redis: the address must start with redis://, rediss:// or unix://")
+            raise SettingsError(
+                "--redis: the address must start with redis://, rediss:// or unix://"
+            )
         if not self.model:
-            raise SettingsError("model: must not be empty")
+            raise SettingsError("--model: must not be empty")
 
     @classmethod
     def from_args(
@@ -150,6 +161,7 @@ class Settings:
 
 
 def _check(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    name = _flag(name)
     low, high, choices = metadata["low"], metadata["high"], metadata["choices"]
     if low is not None and value < low:
         raise SettingsError(f"{name}: {value} is below the least, {low}")
@@ -157,6 +169,10 @@ def _check(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
         raise SettingsError(f"{name}: {value} is above the largest, {high}")
     if choices and value not in choices:
         raise SettingsError(f"{name}: {value!r} is not one of {', '.join(choices)}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _parse_bool(text: str) -> bool:
@@ -186,6 +202,11 @@ _PARSERS: dict[Any, Callable[[str], Any]] = {
 }
 
 
+def _nearest(variable: str, known: Sequence[str]) -> str:
+    close = get_close_matches(variable, known, n=1, cutoff=0)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def _types(cls: type[Settings]) -> dict[str, Any]:
     """Field name -> its type without `| None`."""
     hints = get_type_hints(cls)
@@ -196,8 +217,15 @@ def _types(cls: type[Settings]) -> dict[str, Any]:
     return plain
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse with one line for a bad argument instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message.removeprefix('argument ')} (see {self.prog} --help)\n")
+
+
 def _parser(cls: type[Settings]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="serve",
         description="Serve many LoRA adapters from one resident base model.",
         epilog=f"Each flag can be set as {ENV_PREFIX}<NAME> too, such as {ENV_PREFIX}PORT=8080.",
@@ -206,7 +234,7 @@ def _parser(cls: type[Settings]) -> argparse.ArgumentParser:
     )
     types = _types(cls)
     for item in fields(cls):
-        flag = "--" + item.name.replace("_", "-")
+        flag = _flag(item.name)
         help_text = item.metadata["help"] + _default_text(types[item.name], item.default)
         if types[item.name] is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=help_text)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from adapters.errors import AdapterRejected
-from adapters.manifest import AdapterManifest
+from adapters.manifest import CONFIG_FILE, AdapterManifest
 from adapters.peft_files import content_digest
 from adapters.validation import Limits, validate
 from api.archives import ARCHIVE_SUFFIXES, unpack
@@ -91,7 +91,7 @@ def inspect(
         try:
             manifest = validate(folder, services.engine.base, _limits(services), members.warnings)
         except AdapterRejected as error:
-            violations += error.violations
+            violations += [members.explained(violation) for violation in error.violations]
     if violations:
         raise AdapterRejected(violations)
     return manifest
@@ -158,7 +158,7 @@ class _Form:
         Conflict or InvalidName for the adapter's name, ClientDisconnect.
         """
         content_type = request.headers.get("content-type", "")
-        chunks = body_chunks(request, self._limit + _FORM_OVERHEAD)
+        chunks = body_chunks(request, self._limit + _FORM_OVERHEAD, "--max-upload")
         try:
             async with aclosing(read_parts(content_type, chunks)) as events:
                 async for event in events:
@@ -177,6 +177,9 @@ class _Form:
 
     def _begin(self, part: PartBegin) -> None:
         if part.filename is None:
+            if part.name in _FILE_FIELDS:
+                message = f"{part.name}: has no file; with curl, write {part.name}=@{CONFIG_FILE}"
+                raise BadRequest(message, part.name, "missing_file")
             if part.name != "name":
                 message = f"{part.name[:100]}: unknown field; name and files are taken."
                 raise BadRequest(message, part.name[:100], "unknown_parameter")
@@ -215,8 +218,10 @@ class _Form:
             return
         self._received += len(data)
         if self._received > self._limit:
-            message = f"The files are larger than {self._limit} bytes, the most that is taken."
-            raise BodyTooLarge(message)
+            raise BodyTooLarge(
+                f"The files are larger than {self._limit} bytes, the most that is taken (set by "
+                "--max-upload)."
+            )
         if self._file is not None:
             self._buffer += data
             if len(self._buffer) >= _BATCH:

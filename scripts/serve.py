@@ -21,10 +21,21 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from api.settings import Settings
+from api.settings import Settings, unknown_variables
 from base_engine.errors import EngineError
 from registry.errors import RegistryError
 from scripts.demo_model import DemoModelError, ensure_demo_model
+from scripts.start_checks import (
+    StartError,
+    check_device,
+    check_memory,
+    check_model,
+    check_places,
+)
+
+#: Seconds that an idle connection stays open: longer than clients (httpx 5, proxies 60) keep
+#: theirs, or they would send a request just as it is closed and see it fail.
+KEEP_ALIVE_S = 75
 
 #: Seconds that running answers get to finish after the first signal.
 GRACE_S = 10
@@ -37,10 +48,6 @@ DEMO_ADAPTERS = Path(__file__).resolve().parent / "demo"
 _log = logging.getLogger("lorikeet")
 
 
-class StartError(Exception):
-    """The server cannot start; the message says why and what to change."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM. Returns 0 after a clean stop, 1 if it could not start."""
     settings = Settings.from_args(argv)
@@ -49,7 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for name in ("uvicorn.error", "httpx"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    # The hub's client logs every retry twice, before one error that says the same.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    for warning in unknown_variables(os.environ):
+        _say(f"warning: {warning}")
     try:
+        check_places(settings)
+        check_device(settings.device)
         listener = bind(settings.host, settings.port)
         settings = with_demo(settings)
         check_model(settings)
@@ -89,31 +102,6 @@ def with_demo(settings: Settings) -> Settings:
     )
 
 
-def check_model(settings: Settings) -> None:
-    """Refuse a path that is no model's folder before it is taken for the name of a remote one."""
-    path = Path(settings.model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise StartError(f"--model: {path} has no config.json; it is no model's folder")
-    elif path.exists() or settings.model.startswith((".", "/", "~")):
-        raise StartError(f"--model: there is no folder {path}")
-
-
-def check_memory(settings: Settings) -> None:
-    """Refuse budgets that together exceed the machine's memory. Raises StartError."""
-    weights = sum(file.stat().st_size for file in Path(settings.model).glob("*.safetensors"))
-    parts: dict[str, int] = {"host adapters": settings.host_adapter_memory}
-    if settings.device == "cpu":
-        parts |= {"weights": weights, "KV": settings.kv_memory, "adapters": settings.adapter_memory}
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if sum(parts.values()) > total:
-        needs = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in parts.items())
-        raise StartError(
-            f"not enough memory: the machine has {total / 2**20:.0f} MiB, and this needs more, in "
-            f"MiB: {needs}. Lower --kv-memory, --adapter-memory or --host-adapter-memory"
-        )
-
-
 def _serve(settings: Settings, listener: socket.socket) -> int:
     _say(f"Loading {settings.public_name} …")
     from api.app import create_app  # takes seconds, so not for --help
@@ -127,22 +115,23 @@ def _serve(settings: Settings, listener: socket.socket) -> int:
         access_log=False,
         server_header=False,
         ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S + _CUT_S,
     )
     # uvicorn raises the signal again when it has stopped: by then there is nothing left to do.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    return asyncio.run(_run(_Server(config, startup), startup, listener))
+    return asyncio.run(_run(_Server(config, startup), startup, listener, settings.model))
 
 
-async def _run(server: _Server, startup: _Startup, listener: socket.socket) -> int:
+async def _run(server: _Server, startup: _Startup, listener: socket.socket, model: str) -> int:
     try:
         await server.serve(sockets=[listener])
     except SystemExit:
         if isinstance(startup.failure, asyncio.CancelledError):
             _say("Stopped before it was ready.")
             os._exit(130)  # a thread may still be loading the base; nobody waits for it
-        raise StartError(_start_failure(startup.failure)) from startup.failure
+        raise StartError(_start_failure(startup.failure, model)) from startup.failure
     except OSError as e:
         raise StartError(_bind_failure(e, *listener.getsockname()[:2])) from e
     return 0
@@ -225,12 +214,18 @@ def _bind_failure(error: OSError, host: str, port: int) -> str:
     return f"cannot listen on {host}, port {port}: {error.strerror or error}"
 
 
-def _start_failure(error: BaseException | None) -> str:
+def _start_failure(error: BaseException | None, model: str) -> str:
     text = str(error).strip() or type(error).__name__
     if isinstance(error, MemoryError) or "not enough memory" in text or "out of memory" in text:
         return (
             f"not enough memory: {text.splitlines()[0]}. Lower --kv-memory or --adapter-memory, "
             "or serve a smaller model"
+        )
+    # What comes from the system has a number, what comes from the hub's client has none.
+    if isinstance(error, OSError) and error.errno is None and not Path(model).is_dir():
+        return (
+            f"--model: {model} is no folder here, and cannot be had from the Hugging Face hub: "
+            + text.splitlines()[0]
         )
     # Its traceback tells more than its text does, unless it was raised for the user to read.
     if not isinstance(error, (EngineError, RegistryError, OSError, ValueError)):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.process import ServerProcess, server_process, until
@@ -97,3 +100,18 @@ def test_fifty_at_once_in_every_state(server: ServerProcess) -> None:
     for connection in connections:
         connection.close()
     assert_all_is_free_soon(server)
+
+
+def test_an_idle_connection_stays_open_for_longer_than_clients_keep_theirs(
+    server: ServerProcess,
+) -> None:
+    """httpx, and so the openai package, uses a connection again that was idle for up to 5 s."""
+    url = httpx.URL(server.address)
+    connection = http.client.HTTPConnection(url.host, url.port, timeout=30)
+    connection.connect()
+    connection.auto_open = 0  # do not connect anew
+    for pause in (6, 0):
+        connection.request("GET", "/live")
+        assert connection.getresponse().read()
+        time.sleep(pause)
+    connection.close()

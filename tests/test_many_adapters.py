@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx
@@ -78,12 +79,18 @@ async def ask_all(
             samples.append(await asyncio.to_thread(server.gauges))
             await asyncio.sleep(0.05)
 
-    limits = httpx.Limits(max_connections=CONCURRENT)
-    async with httpx.AsyncClient(base_url=server.address, timeout=120, limits=limits) as client:
+    async with AsyncExitStack() as stack:
+        # A client each: in one client's pool, later requests overtake others by seconds.
+        clients = [
+            await stack.enter_async_context(
+                httpx.AsyncClient(base_url=server.address, timeout=120, verify=False)
+            )
+            for _ in range(CONCURRENT)
+        ]
         sampler = asyncio.create_task(sample())
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(CONCURRENT):
+                for client in clients:
                     group.create_task(worker(client))
         finally:
             sampler.cancel()

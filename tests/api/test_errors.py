@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import logging
+
 import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -9,12 +11,13 @@ from adapters.errors import AdapterRejected, AdapterUnavailable, Violation
 from api import errors
 from api.errors import BadRequest, error_body, error_response, fault_of
 from base_engine import errors as engine_errors
-from base_engine.errors import QueueFull
+from base_engine.errors import EngineStopped, QueueFull
 from base_engine.sampler import LogitsNotFinite
 from registry import errors as registry_errors
-from registry.errors import RegistryUnavailable, StorageFull
+from registry.errors import InvalidName, NotFound, RegistryUnavailable, StorageFull
+from tests.api.server import Running
 
-REQUEST = Request({"type": "http", "headers": []})
+REQUEST = Request({"type": "http", "method": "GET", "path": "/", "headers": []})
 
 
 def public_errors() -> list[type[Exception]]:
@@ -47,7 +50,7 @@ def test_the_envelope_has_all_four_keys() -> None:
             "message": "n: too large.",
             "type": "invalid_request_error",
             "param": "n",
-            "code": None,
+            "code": "invalid_value",
         }
     }
 
@@ -59,7 +62,12 @@ def test_a_refused_adapter_lists_all_violations() -> None:
         {"code": "a", "subject": "x", "message": "is bad"},
         {"code": "b", "subject": "y", "message": "is worse"},
     ]
-    assert "x: is bad; y: is worse" in body["message"]
+    assert body["message"] == str(AdapterRejected(violations))
+
+
+def test_what_the_registry_refuses_names_the_field_of_the_request() -> None:
+    assert error_body(NotFound("no such adapter"))["error"]["param"] == "model"
+    assert error_body(InvalidName("too long"))["error"]["param"] == "name"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +79,8 @@ def test_a_refused_adapter_lists_all_violations() -> None:
         (StorageFull("/secret is full"), 507, None, "false"),
         (LogitsNotFinite("not a number"), 500, None, "false"),
         (BadRequest("x"), 400, None, None),
-        (HTTPException(405, headers={"allow": "GET"}), 405, None, None),
+        (HTTPException(404), 404, None, None),
+        (HTTPException(405), 405, None, None),
         (ValueError("secret"), 500, None, None),
     ],
 )
@@ -83,5 +92,46 @@ def test_only_what_passes_by_itself_is_worth_a_retry(
     assert response.headers.get("retry-after") == retry_after
     assert response.headers.get("x-should-retry") == should_retry
     assert b"secret" not in response.body
-    if status == 405:
-        assert response.headers["allow"] == "GET"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/nothing", "There is no /nothing; routes begin with /v1, such as /v1/models."),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/metrics", "did you mean /metrics?"),
+        ("/v1/completions/", "did you mean /v1/completions?"),
+        ("/a%0Ab", "There is no /a%0Ab;"),
+        ("/" + "x" * 5000, "There is no /xxx"),
+    ],
+)
+def test_an_unknown_path_is_named_with_the_nearest(server: Running, path: str, words: str) -> None:
+    error = server.client.get(path)
+    assert error.status_code == 404
+    assert words in error.json()["error"]["message"]
+    assert len(error.content) < 500
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/v1/adapters", "GET, POST"),
+        ("POST", "/v1/adapters/x", "DELETE, GET"),
+        ("GET", "/v1/chat/completions", "POST"),
+    ],
+)
+def test_a_wrong_method_is_answered_with_the_right_ones(
+    server: Running, method: str, path: str, allowed: str
+) -> None:
+    response = server.client.request(method, path)
+    assert response.status_code == 405
+    assert response.headers["allow"] == allowed
+    message = response.json()["error"]["message"]
+    assert message == f"{method} is not taken by this route, only {allowed.replace(', ', ' and ')}."
+
+
+def test_requests_cut_by_a_stopping_engine_are_no_errors(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lorikeet.api"):
+        error_response(REQUEST, EngineStopped("the engine was stopped"))
+        error_response(REQUEST, ValueError("a fault"))
+    assert [record.levelname for record in caplog.records] == ["INFO", "ERROR"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from adapters.errors import Violation
 from api.members import MAX_MEMBERS, Members, printable
 
 
@@ -17,6 +18,16 @@ def test_many_ignored_files_make_a_short_warning() -> None:
     (warning,) = members.warnings
     assert warning.endswith("and 490 more") and len(warning) < 300
     assert not members.violations
+
+
+def test_a_missing_file_is_explained_by_what_was_sent_instead() -> None:
+    members = Members()
+    members.select("config.json")
+    missing = members.explained(Violation("missing_file", "adapter_config.json", "is missing"))
+    assert missing.message == "is missing; sent were config.json, which are not read"
+    other = Violation("rank_mismatch", "x", "is 5")
+    assert members.explained(other) is other
+    assert Members().explained(missing) is missing
 
 
 def test_the_number_of_names_is_bounded_and_said_once() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from api.settings import ENV_PREFIX, Settings, SettingsError, parse_size
+from api.settings import ENV_PREFIX, Settings, SettingsError, parse_size, unknown_variables
 
 
 def test_flags_win_over_environment_which_wins_over_defaults() -> None:
@@ -66,12 +66,12 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "environ", "message"),
     [
-        (["--port", "70000"], {}, "port: 70000 is above the largest, 65535"),
-        (["--max-running", "0"], {}, "max_running: 0 is below the least, 1"),
-        (["--dtype", "int4"], {}, "dtype: 'int4' is not one of float32, bfloat16, float16"),
-        (["--device", "tpu"], {}, "device: 'tpu'"),
+        (["--port", "70000"], {}, "--port: 70000 is above the largest, 65535"),
+        (["--max-running", "0"], {}, "--max-running: 0 is below the least, 1"),
+        (["--dtype", "int4"], {}, "--dtype: 'int4' is not one of float32, bfloat16, float16"),
+        (["--device", "tpu"], {}, "--device: 'tpu'"),
         (["--redis", "localhost"], {}, "must start with redis://"),
-        (["--kv-memory", "lots"], {}, "'lots' is not a size"),
+        (["--kv-memory", "lots"], {}, "--kv-memory: 'lots' is not a size"),
         (["--por", "1"], {}, "unrecognized arguments: --por"),
         ([], {"LORIKEET_PORT": "tcp://10.0.0.1:80"}, "LORIKEET_PORT: 'tcp://10.0.0.1:80'"),
         ([], {"LORIKEET_PREFIX_CACHE": "maybe"}, "LORIKEET_PREFIX_CACHE: 'maybe'"),
@@ -86,11 +86,19 @@ def test_bad_values_end_the_program_with_a_message(
     with pytest.raises(SystemExit) as exit_info:
         Settings.from_args(arguments, environ)
     assert exit_info.value.code == 2
-    assert message in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1 and shown.endswith("(see serve --help)\n")
+
+
+def test_a_misspelt_variable_is_named_with_the_nearest() -> None:
+    environ = {"LORIKEET_KV_MEMROY": "1GiB", "LORIKEET_PORT": "1", "OTHER": ""}
+    (text,) = unknown_variables(environ)
+    assert text == "LORIKEET_KV_MEMROY is no setting; did you mean LORIKEET_KV_MEMORY?"
 
 
 def test_settings_check_themselves_without_a_command_line() -> None:
-    with pytest.raises(SettingsError, match="step_tokens: 0 is below the least, 1"):
+    with pytest.raises(SettingsError, match="--step-tokens: 0 is below the least, 1"):
         Settings(step_tokens=0)
 
 

@@ -340,3 +340,40 @@ def test_uploads_and_deletions_of_one_name_at_once_never_fail_nor_mix(
     assert server.complete("race", max_tokens=2)["choices"][0]["text"] == "<<"
     deletions = [server.client.delete("/v1/adapters/race").status_code for _ in range(3)]
     assert deletions == [200, 404, 404]
+
+
+@pytest.mark.parametrize("field", ["file", "files"])
+def test_a_forgotten_at_sign_is_answered_with_what_to_write(server: Running, field: str) -> None:
+    form = {"name": (None, "x"), field: (None, CONFIG_FILE)}
+    response = server.client.post("/v1/adapters", files=form)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (field, "missing_file")
+    assert f"with curl, write {field}=@adapter_config.json" in error["message"]
+
+
+def test_a_missing_file_is_explained_by_the_one_sent_instead(
+    server: Running, files: dict[str, bytes]
+) -> None:
+    sent = [("config.json", files[CONFIG_FILE]), (WEIGHTS_FILE, files[WEIGHTS_FILE])]
+    response = post(server, "x", sent)
+    assert violations(response) == {"missing_file"}
+    (violation,) = response.json()["error"]["violations"]
+    assert "sent were config.json, which are not read" in violation["message"]
+
+
+def test_what_is_too_large_is_answered_with_the_setting(server: Running) -> None:
+    large = server.settings.max_upload + 1
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    for path, length, flag in (
+        ("/v1/adapters", large + (2 << 20), "--max-upload"),
+        ("/v1/completions", server.settings.max_body + 1, "--max-body"),
+    ):
+        with server.connect() as connection:
+            lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {length}"]
+            lines += [f"{name}: {value}" for name, value in headers.items()]
+            connection.sendall("\r\n".join([*lines, "", ""]).encode())
+            answer = connection.recv(1 << 16)
+            while b"}" not in answer:
+                answer += connection.recv(1 << 16)
+        assert b" 413 " in answer and f"(set by {flag})".encode() in answer

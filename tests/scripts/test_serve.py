@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 STREAM = {"messages": [{"role": "user", "content": "go on"}], "stream": True, "ignore_eos": True}
@@ -33,9 +34,9 @@ def start(data: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def serving(data: Path, base: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(data: Path, base: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server that is ready, and its address as it printed it."""
-    process = start(data, "--port", "0", "--model", str(base))
+    process = start(data, "--port", "0", "--model", str(base), *flags)
     assert process.stdout is not None
     try:
         welcome = ""
@@ -127,4 +128,54 @@ def test_budgets_beyond_the_machine_are_refused(tmp_path: Path, scripted: Path) 
 def test_a_data_folder_that_another_server_uses_is_refused(tmp_path: Path, scripted: Path) -> None:
     with serving(tmp_path / "data", scripted):
         text = refusal(tmp_path / "data", "--port", "0", "--model", str(scripted))
-    assert "in use by another process" in text
+    assert f"--data: the folder {tmp_path / 'data'} is in use by another server" in text
+    assert "Loading" not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--seed-adapters", "/no/such/folder"), "--seed-adapters: there is no folder /no/such"),
+        (("--redis", "redis://u:secret@127.0.0.1:1"), "--redis: redis://127.0.0.1:1 does not"),
+        (("--data", "/dev/null/x"), "--data: the folder /dev/null/x cannot be written"),
+    ],
+)
+def test_places_that_cannot_be_used_are_refused_before_the_base_is_loaded(
+    tmp_path: Path, scripted: Path, flags: tuple[str, str], words: str
+) -> None:
+    text = refusal(tmp_path / "data", "--port", "0", "--model", str(scripted), *flags)
+    assert words in text and text.count("\n") == 1
+    assert "secret" not in text
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused_before_the_base_is_loaded(
+    tmp_path: Path, scripted: Path, device: str
+) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("has a GPU")
+    text = refusal(tmp_path / "data", "--port", "0", "--model", str(scripted), "--device", device)
+    assert f"error: --device: there is no {device}" in text and "cpu" in text
+    assert text.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_fetched_is_named(tmp_path: Path) -> None:
+    text = refusal(tmp_path / "data", "--port", "0", "--model", "no/such-model")
+    _, error = text.splitlines()
+    assert error.startswith("error: --model: no/such-model is no folder here")
+
+
+def test_a_misspelt_variable_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORIKEET_KV_MEMROY", "1GiB")
+    text = refusal(tmp_path / "data", "--seed-adapters", "/no/such/folder")
+    assert "warning: LORIKEET_KV_MEMROY is no setting; did you mean LORIKEET_KV_MEMORY?" in text
+
+
+def test_requests_are_logged_unless_told_not_to(tmp_path: Path, scripted: Path) -> None:
+    for flags, lines in (((), 1), (("--no-log-requests",), 0)):
+        with serving(tmp_path / "data", scripted, *flags) as (process, address):
+            httpx.get(f"{address}/v1/models").raise_for_status()
+            process.send_signal(signal.SIGTERM)
+            _, log = process.communicate(timeout=60)
+        assert log.count("lorikeet.access: GET /v1/models 200 ") == lines
+        assert " ERROR " not in log
