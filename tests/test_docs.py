@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from starlette.routing import Route
 
+from api import schemas
 from api.app import ROUTES
+from api.errors import FAULTS, fault_of
+from api.metrics import Metrics
 from api.schemas import NEUTRAL, ChatRequest, CompletionRequest
 from api.settings import ENV_PREFIX, Settings
+from base_engine.config import EngineConfig
 from scripts.serve import DEMO_ADAPTERS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 API = (ROOT / "docs" / "api.md").read_text()
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/api.md")
+CODE = re.compile(r"`([a-z_]+)`")
 
 
 def served() -> set[str]:
@@ -51,12 +58,61 @@ def test_every_supported_option_is_listed(kind: type[ChatRequest | CompletionReq
     assert not missing
 
 
+def test_the_table_of_errors_has_every_status_and_code() -> None:
+    rows = re.findall(r"^\| (\d{3}) \| (.*) \|$", API, re.MULTILINE)
+    listed = {(int(status), code) for status, text in rows for code in CODE.findall(text)}
+    faults = [fault for _, fault in FAULTS] + [fault_of(Exception())]
+    wanted = {(fault.status, fault.code) for fault in faults if fault.code}
+    assert wanted <= listed
+    raised = codes_raised()
+    assert "unknown_parameter" in raised and "adapter_not_found" in raised
+    assert raised <= {code for _, code in listed}
+    assert {code for _, code in listed} <= raised | {code for _, code in wanted} | {
+        "method_not_allowed"  # Starlette's own
+    }
+
+
+def codes_raised() -> set[str]:
+    """The codes that errors of the HTTP layer are given where they are raised."""
+    return {
+        code.value
+        for path in (ROOT / "api").glob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("BadRequest", "Missing")
+        for code in [*call.args[2:3], *(k.value for k in call.keywords if k.arg == "code")]
+        if isinstance(code, ast.Constant) and isinstance(code.value, str)
+    }
+
+
+def test_the_table_of_metrics_is_the_list_of_metrics() -> None:
+    metrics = Metrics()
+    metrics.watch(MagicMock())  # names alone are looked at
+    wanted = {
+        metric.name + ("_total" if metric.type == "counter" else "")
+        for metric in metrics.registry.collect()
+    }
+    assert set(re.findall(r"^\| `(lorikeet_\w+)` \|", API, re.MULTILINE)) == wanted
+
+
+def test_limits_of_a_request_are_those_of_the_code() -> None:
+    requests = API.partition("## Requests")[2].partition("## Uploads")[0]
+    for row in (
+        f"| `n` | 1 | 1 to {schemas.MAX_CHOICES}; at most {schemas.MAX_SEQUENCES} sequences",
+        f"completions: {schemas.COMPLETION_DEFAULT_TOKENS} |",
+        f"up to {schemas.MAX_STOPS}, of 1 to {schemas.MAX_STOP_CHARS} characters",
+        f"| 1 to {schemas.MAX_MESSAGES}, with `role`",
+        f"up to {schemas.MAX_PROMPTS} of either",
+        f"`limit` is 1 to {EngineConfig().steps_kept}.",
+    ):
+        assert row in requests
+
+
 def test_commands_and_files_that_the_pages_name_exist() -> None:
     for page in PAGES:
         text = (ROOT / page).read_text()
         for path in set(re.findall(r"(?<![\w/])(?:scripts|tests|docs)/[\w./-]+\b", text)):
             assert (ROOT / path).exists(), f"{page} names {path}"
-    for command in ("serve", "test", "check", "setup", "train_persona"):
+    for command in ("serve", "test", "check", "setup", "train_persona", "bench_serving"):
         assert os.access(ROOT / "scripts" / command, os.X_OK)
 
 
@@ -68,7 +124,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_flags_that_the_readme_names_exist() -> None:
     known = {"--" + field.name.replace("_", "-") for field in fields(Settings)}
-    known |= {"--help", "--data", "--out"}
+    known |= {"--help", "--data", "--out", "--quick"}
     assert set(re.findall(r"(?<!\w)--[a-z][a-z-]+", README)) <= known
 
 

@@ -6,7 +6,7 @@ The oracle is PEFT itself: a fresh base and one unmerged PeftModel, float32, ful
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -216,6 +216,12 @@ def signature_adapter(base: Path, folder: Path, token: int) -> Path:
             elif "lora_B" in name:
                 parameter.zero_()[token, 0] = 100.0
     return _save_adapter(peft_model, folder)
+
+
+def oracle(base: Path, adapter: Path | None) -> Callable[[Sequence[int]], Tensor]:
+    """`oracle_logprobs` for many inputs: the model is built once."""
+    model = _oracle(base, adapter)
+    return lambda ids: _logprobs(model, ids)
 
 
 def oracle_logprobs(base: Path, adapter: Path | None, ids: Sequence[int]) -> Tensor:

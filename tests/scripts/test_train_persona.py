@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from adapters.manifest import CONFIG_FILE, WEIGHTS_FILE
 from scripts.chats import NO_LOSS, Chat, Message, encode, load_examples, render
+from scripts.train_options import TrainingOptions
 from scripts.train_persona import (
     SAMPLE_QUESTION,
     TrainingError,
-    TrainingOptions,
     add_adapter,
     main,
     save,
     train,
+    upload_command,
 )
 from tests.tiny import oracle_greedy, oracle_logprobs
 
@@ -182,6 +185,9 @@ def test_the_command_trains_and_reports(
     files = [f"--data={chats}", f"--out={out}", f"--model={llama_base}"]
     assert main([*files, *flags, "--batch=2", "--seed=5", "--dtype=fp16"]) == 0
     said = capsys.readouterr().err
+    assert said.startswith("Loading ")
+    assert "step 1/4, loss " in said and "step 4/4, loss " in said
+    assert said.endswith(upload_command(out) + "\n")
     for part in (SAMPLE_QUESTION, "base ", "adapter ", "loss ", "MB in "):
         assert part in said
     config = json.loads((out / "adapter_config.json").read_text())
@@ -203,10 +209,14 @@ def test_the_command_refuses_bad_lines_before_it_trains(
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--rank=0", "0 is not 1 or more"),
-        ("--lr=nan", "nan is not between 0 and 1"),
+        ("--rank=0", "--rank: '0' is not a whole number above 0"),
+        ("--rank=x", "--rank: 'x' is not a whole number above 0"),
+        ("--epochs=1.5", "--epochs: '1.5' is not a whole number above 0"),
+        ("--seed=-1", "--seed: '-1' is not a whole number from 0 to 2^63 - 1"),
+        ("--lr=nan", "--lr: 'nan' is not a number above 0 and below 1"),
+        ("--lr=fast", "--lr: 'fast' is not a number above 0 and below 1"),
         ("--layers=9-3", "9-3 is an empty range"),
-        ("--layers=x", "invalid"),
+        ("--layers=x", "--layers: 'x' is not such as 10-29 or 0,5,7"),
         ("--targets=a,,b", "has an empty name"),
         ("--dtype=int8", "invalid choice"),
     ],
@@ -217,6 +227,54 @@ def test_a_senseless_flag_is_refused(
     with pytest.raises(SystemExit):
         main(["--data=x", "--out=y", flag])
     assert message in capsys.readouterr().err
+
+
+def test_the_help_tells_the_format_and_every_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert '{"messages": [{"role": "user", ' in text
+    words = " ".join(text.split())
+    for name, value in vars(TrainingOptions()).items():
+        shown = {"targets": "all-linear", "layers": "all"}.get(name, value)
+        described = words.rpartition(f" --{name.replace('_', '-')} ")[2].partition(" --")[0]
+        assert f"(default: {shown})" in described, name
+
+
+def test_a_folder_with_other_things_in_it_is_not_written_to_unasked(
+    llama_base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "thesis"
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    files = [f"--data={chats}", f"--out={out}", f"--model={llama_base}", "--epochs=1"]
+    assert main(files) == 1
+    said = capsys.readouterr().err
+    assert str(out) in said and "--force" in said
+    assert [path.name for path in out.iterdir()] == ["thesis.tex"]
+    assert main([*files, "--force"]) == 0
+    assert main(files) == 0  # an adapter's folder now: it is replaced
+    assert (out / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("missing", ["data", "out"])
+def test_paths_that_cannot_serve_are_named_before_the_base_is_loaded(
+    missing: str, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = tmp_path / "nowhere.jsonl"
+    data, out = (nowhere, tmp_path / "out") if missing == "data" else (chats, chats)
+    assert main([f"--data={data}", f"--out={out}"]) == 1
+    said = capsys.readouterr().err
+    assert f"--{missing}: " in said and str(nowhere if missing == "data" else chats) in said
+    assert "Loading" not in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_upload_command_is_one_for_the_shell(tmp_path: Path) -> None:
+    folder = tmp_path / "My Pirate, really"
+    words = shlex.split(upload_command(folder).replace("\\\n", ""))
+    assert words[:4] == ["curl", "http://127.0.0.1:8000/v1/adapters", "-F", "name=my-pirate-really"]
+    assert words[5::2] == [f"files=@{folder}/{name}" for name in (CONFIG_FILE, WEIGHTS_FILE)]
 
 
 @pytest.mark.parametrize("name", PERSONAS)
