@@ -151,6 +151,8 @@ class Scheduler:
         for sequence in list(self.waiting):
             if not budget or len(self.running) >= self.config.max_running:
                 break
+            if not self.blocks.num_free:
+                break  # even a cached prompt needs one fresh block
             if any(earlier.passed >= self.config.patience for earlier in blocked):
                 break
             # Blocks first: an adapter loaded for a request that cannot run would only evict others.
