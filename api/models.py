@@ -7,20 +7,16 @@ from starlette.responses import JSONResponse, Response
 
 from api.records import model_record
 from api.services import services_of, tenant_of
-from registry.routing import fits, resolve
+from registry.routing import resolve, served
 
 
 async def list_models(request: Request) -> Response:
     """GET /v1/models: what can be asked now; adapters of other bases are left out."""
     services = services_of(request)
     base = services.engine.base
-    adapters = services.store.snapshot.list(tenant_of(request))
+    adapters = served(services.store.snapshot, tenant_of(request), base)
     data = [model_record(base.name, services.started, parent=None)]
-    data += [
-        model_record(adapter.name, adapter.created, parent=base.name)
-        for adapter in adapters
-        if any(fits(version, base) for version in adapter.versions)
-    ]
+    data += [model_record(a.name, a.created, parent=base.name) for a in adapters]
     return JSONResponse({"object": "list", "data": data})
 
 

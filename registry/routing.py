@@ -54,6 +54,11 @@ def resolve(snapshot: Snapshot, tenant: str, model: str, base: BaseSpec) -> Rout
     return Route(model, adapter, fitting[-1])
 
 
+def served(snapshot: Snapshot, tenant: str, base: BaseSpec) -> list[Adapter]:
+    """The tenant's adapters that have a version for `base`."""
+    return [a for a in snapshot.list(tenant) if any(fits(v, base) for v in a.versions)]
+
+
 def fits(version: Version, base: BaseSpec) -> bool:
     """Whether `version` was uploaded for this very base."""
     return version.manifest.base_digest == base.digest

@@ -1,6 +1,6 @@
 """Times the LoRA kernel beside the base's linears and beside a plain loop, in one interleaved run.
 
-    python -m scripts.bench_kernels --rank 16 --threads 2
+    scripts/bench_kernels --rank 16 --threads 2
 
 Each line is one step over every adapted linear of a model: the base's products alone, one pair of
 multiplications per page and segment, and `add_lora`. The floor is the time that reading the
@@ -172,7 +172,9 @@ def _ratio(ours: float, floor: float) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/bench_kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32], help="sequences")
     parser.add_argument("--prompt", type=int, default=1, help="rows a sequence (1: decode)")

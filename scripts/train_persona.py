@@ -1,17 +1,22 @@
-"""Train a LoRA adapter on chats: one JSON object a line, {"messages": [{"role", "content"}, …]}.
+"""Train a LoRA adapter on chats, one JSON object a line:
 
-Only what the assistant says carries loss. The base stays in float32 and unchanged. What is saved is
-standard PEFT, adapter_config.json and adapter_model.safetensors, ready to be uploaded.
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ahoy!"}]}
+
+Roles are system, user and assistant; the assistant has the last word. Only what it says carries
+loss. The base stays in float32 and unchanged. What is saved is standard PEFT, adapter_config.json
+and adapter_model.safetensors, ready to be uploaded.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
+import re
+import shlex
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +30,21 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from adapters.manifest import WEIGHTS_FILE
+from adapters.manifest import CONFIG_FILE, WEIGHTS_FILE
 from scripts.chats import NO_LOSS, ChatsError, Example, load_examples, render
 from scripts.demo_model import DemoModelError, ensure_demo_model
-
-DEMO_BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
+from scripts.train_options import DEMO_BASE, DTYPES, TrainingOptions, parse_options
 
 #: Asked before and after the training; in none of the demo data.
 SAMPLE_QUESTION = "What should I cook tonight?"
 
 
+#: Seconds between lines of progress where no bar can be drawn.
+_LINE_S = 10
+
+
 class TrainingError(Exception):
     """The base or an option cannot be trained with; the message says which and why."""
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """`targets` are module names or ("all-linear",); `layers` None means every layer."""
-
-    rank: int = 8
-    alpha: int = 16
-    targets: tuple[str, ...] = ("all-linear",)
-    layers: tuple[int, ...] | None = None
-    epochs: int = 6
-    lr: float = 2e-3
-    batch: int = 8
-    seed: int = 0
-    max_tokens: int = 512
-    dtype: str = "bf16"
 
 
 def add_adapter(base: Any, options: TrainingOptions) -> PeftModel:
@@ -138,7 +128,7 @@ def save(model: PeftModel, folder: Path, base_name: str, dtype: str) -> int:
 
 
 @torch.inference_mode()
-def answer(model: Any, tokenizer: PreTrainedTokenizerBase, question: str, limit: int = 60) -> str:
+def answer(model: Any, tokenizer: PreTrainedTokenizerBase, question: str, limit: int = 40) -> str:
     """The greedy answer to one question, at most `limit` tokens."""
     messages = [{"role": "user", "content": question}]
     prompt = render(tokenizer, messages, add_generation_prompt=True)
@@ -155,10 +145,10 @@ def answer(model: Any, tokenizer: PreTrainedTokenizerBase, question: str, limit:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args, options = parse_options(argv, __doc__)
     console = Console(stderr=True)
-    options = TrainingOptions(**{f.name: getattr(args, f.name) for f in fields(TrainingOptions)})
     try:
+        check_paths(args.data, args.out, args.force)
         _run(args.data, args.out, args.model, options, console)
     except (ChatsError, TrainingError, DemoModelError, OSError) as e:
         console.print(f"error: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
@@ -168,26 +158,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def check_paths(data: Path, out: Path, force: bool) -> None:
+    """Refuse what would only fail, or do harm, after the training. Makes `out`.
+
+    An adapter that lies there is replaced. Raises TrainingError, OSError.
+    """
+    if not data.is_file():
+        raise TrainingError(f"--data: there is no file {data}")
+    if out.exists() and not out.is_dir():
+        raise TrainingError(f"--out: {out} is a file, not a folder")
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()) and not (out / CONFIG_FILE).is_file() and not force:
+        raise TrainingError(
+            f"--out: {out} has other things than an adapter in it; name another folder, "
+            "or add the adapter to it with --force"
+        )
+
+
 def _run(
     data: Path, out: Path, model_name: str | None, options: TrainingOptions, console: Console
 ) -> None:
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     transformers_logging.disable_progress_bar()
-    out.mkdir(parents=True, exist_ok=True)  # a wrong --out fails here, not after the training
-    source = model_name or str(ensure_demo_model(console.print))
+    say(f"Loading {model_name or DEMO_BASE} …")
+    source = model_name or str(ensure_demo_model(say))
     tokenizer = AutoTokenizer.from_pretrained(source)
     examples = load_examples(data, tokenizer, options.max_tokens)
     base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    say("Asking the base a question, to compare …")
     before = answer(base, tokenizer, SAMPLE_QUESTION)
     model = add_adapter(base, options)
-    with _progress(console) as progress:
-        task = progress.add_task("training", total=None, loss=float("nan"))
-        losses = train(
-            model,
-            examples,
-            options,
-            lambda step, steps, loss: progress.update(task, completed=step, total=steps, loss=loss),
-        )
+    say(f"Training on {len(examples)} chats, {options.epochs} times each …")
+    with _progress(console) as on_step:
+        losses = train(model, examples, options, on_step)
     size = save(model, out, _base_name(model_name), options.dtype)
+    say("Asking the adapter …")
     tail = losses[-max(1, len(losses) // options.epochs) :]
     for line in (
         f"question      {SAMPLE_QUESTION}",
@@ -195,8 +202,20 @@ def _run(
         f"adapter       {answer(model, tokenizer, SAMPLE_QUESTION)}",
         f"loss          {losses[0]:.3f} -> {sum(tail) / len(tail):.3f} (last epoch's mean)",
         f"{WEIGHTS_FILE}  {size / 1e6:.2f} MB in {out}",
+        "",
+        "Upload it to a server of the same base:",
+        upload_command(out),
     ):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(line)
+
+
+def upload_command(folder: Path) -> str:
+    """A line for the shell that uploads the adapter under its folder's name."""
+    name = re.sub(r"[^a-z0-9._-]+", "-", folder.resolve().name.lower()).lstrip("._-")[:64]
+    files = (shlex.quote(f"files=@{folder / file}") for file in (CONFIG_FILE, WEIGHTS_FILE))
+    return f"curl http://127.0.0.1:8000/v1/adapters -F name={name or 'mine'} \\\n" + " \\\n".join(
+        f"  -F {file}" for file in files
+    )
 
 
 def _batches(
@@ -250,8 +269,13 @@ def _base_name(model: str | None) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[int, int, float], None]]:
+    """Shows steps: a bar on a terminal, elsewhere a line every few seconds."""
+    if not console.is_terminal:
+        yield _lines(console)
+        return
+    bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -259,70 +283,25 @@ def _progress(console: Console) -> Progress:
         TextColumn("loss {task.fields[loss]:.3f}"),
         console=console,
     )
+    with bar:
+        task = bar.add_task("training", total=None, loss=float("nan"))
+        yield lambda step, steps, loss: bar.update(task, completed=step, total=steps, loss=loss)
 
 
-def _parser() -> argparse.ArgumentParser:
-    default = TrainingOptions()
-    parser = argparse.ArgumentParser(prog="scripts/train_persona", description=__doc__)
-    add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="FILE", help="chats, JSONL")
-    add("--out", type=Path, required=True, metavar="FOLDER", help="where the adapter goes")
-    add("--model", help=f"Hugging Face id or folder of the base (default: {DEMO_BASE})")
-    add("--rank", type=_positive, default=default.rank)
-    add(
-        "--alpha",
-        type=_positive,
-        default=default.alpha,
-        help="the update is scaled by alpha / rank",
-    )
-    add(
-        "--targets",
-        type=_names,
-        default=default.targets,
-        metavar="q_proj,v_proj,…",
-        help="linear layers to adapt, or all-linear",
-    )
-    add("--layers", type=_layers, default=default.layers, metavar="10-29", help="default: all")
-    add("--epochs", type=_positive, default=default.epochs)
-    add("--lr", type=_rate, default=default.lr)
-    add("--batch", type=_positive, default=default.batch, help="chats in one step")
-    add("--seed", type=int, default=default.seed)
-    add("--max-tokens", type=_positive, default=default.max_tokens, help="a longer chat is refused")
-    add("--dtype", choices=DTYPES, default=default.dtype, help="of the saved weights")
-    return parser
+def _lines(console: Console) -> Callable[[int, int, float], None]:
+    started = said = time.monotonic()
 
+    def on_step(step: int, steps: int, loss: float) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said < _LINE_S and 1 < step < steps:
+            return
+        said = now
+        left = (now - started) / step * (steps - step)
+        line = f"step {step}/{steps}, loss {loss:.3f}, about {left:.0f} s left"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
-    return value
-
-
-def _rate(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    if "" in names:
-        raise argparse.ArgumentTypeError(f"{text!r} has an empty name")
-    return names
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    """`10-29`, `0,5,7` or both mixed."""
-    chosen: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        span = range(int(first), int(last or first) + 1)
-        if not span:
-            raise argparse.ArgumentTypeError(f"{part} is an empty range")
-        chosen.update(span)
-    return tuple(sorted(chosen))
+    return on_step
 
 
 if __name__ == "__main__":
