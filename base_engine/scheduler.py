@@ -149,11 +149,9 @@ class Scheduler:
         ended = []
         blocked: list[Sequence] = []
         for sequence in list(self.waiting):
-            if not budget or len(self.running) >= self.config.max_running:
-                break
-            if not self.blocks.num_free:
-                break  # even a cached prompt needs one fresh block
-            if any(earlier.passed >= self.config.patience for earlier in blocked):
+            # Even a prompt that is all cached needs one fresh block.
+            room = budget and self.blocks.num_free and len(self.running) < self.config.max_running
+            if not room or any(earlier.passed >= self.config.patience for earlier in blocked):
                 break
             # Blocks first: an adapter loaded for a request that cannot run would only evict others.
             prefix = self.blocks.match(sequence.root, sequence.tokens)
