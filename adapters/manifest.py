@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ class BaseSpec:
     `max_positions` is the context length in tokens. `tied_head`: head and embedding share weights.
     `digest` tells bases apart, also of equal name and sizes; it does not depend on the dtype in
     which they are loaded.
+
+    `embedding` is the path of the input embedding, [vocab_size, hidden]. `parameters` are all
+    parameters that can be exchanged for some rows of a batch, by path with their shapes: those of
+    leaf modules that see the batch row by row (linears, norms, embeddings, routers, expert
+    stacks). `model_type` is transformers' name of the architecture. `fused` maps the path of a
+    projection that some bases hold in one piece (`…qkv_proj`, `…gate_up_proj`) to the paths of
+    its parts and their output features, in order; either the whole or the parts are modules here.
+    `transposed` are the expert stacks among `parameters` that are stored [experts, in, out].
     """
 
     name: str
@@ -46,6 +55,11 @@ class BaseSpec:
     output_module: str | None = None
     tied_head: bool = False
     digest: str = ""
+    embedding: str = ""
+    parameters: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    model_type: str = ""
+    fused: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    transposed: frozenset[str] = frozenset()
 
     @cached_property
     def module_index(self) -> dict[str, tuple[int, int]]:
@@ -59,13 +73,100 @@ class BaseSpec:
 
 @dataclass(frozen=True)
 class ModuleLora:
-    """The LoRA of one module: y += scale * (x Aᵀ) Bᵀ, A [rank, in] and B [out, rank]."""
+    """The LoRA of one linear: y += scale * (x Aᵀ) Bᵀ, A [rank, in] and B [out, rank].
+
+    Several of one module add up. `b_rows` are the rows of the file's B that are meant (None: all);
+    they go to the outputs from `out_start` on: so a fused projection's LoRA is served on its parts,
+    and the parts' on the whole.
+    """
 
     module: str
     rank: int
     scale: float
     a_key: str
     b_key: str
+    b_rows: tuple[int, int] | None = None
+    out_start: int = 0
+
+
+@dataclass(frozen=True)
+class OutputVectors:
+    """What one linear's output goes through besides its LoRA; keys of vectors [out] or None.
+
+    `magnitude_key`: DoRA's m, with which y = m / ‖W + scale·BA‖ · (y − bias) + bias, norms per
+    output row. `lora_bias_key`: the bias of B, added times the LoRA's scale. `bias_key`: replaces
+    the linear's own bias.
+    """
+
+    module: str
+    magnitude_key: str | None = None
+    lora_bias_key: str | None = None
+    bias_key: str | None = None
+
+
+@dataclass(frozen=True)
+class EmbeddingLora:
+    """The LoRA of an embedding: y += scale * A[:, id] Bᵀ (times the embedding's own factor, if it
+    has one), A [rank, vocab] and B [hidden, rank]; `magnitude_key` as for a linear, m [hidden]."""
+
+    module: str
+    rank: int
+    scale: float
+    a_key: str
+    b_key: str
+    magnitude_key: str | None = None
+
+
+@dataclass(frozen=True)
+class ReplacedParameter:
+    """A parameter of the base, by path, that this adapter has a tensor of its own for.
+
+    The tensor has the parameter's shape, but for embedding and head of an adapter with a larger
+    vocabulary, which have `AdapterManifest.vocab_size` rows.
+    """
+
+    parameter: str
+    key: str
+
+
+@dataclass(frozen=True)
+class ParameterLora:
+    """The LoRA of a parameter that is no linear's weight: W[e] += scale * B_e A_e for each of
+    `experts` (1 for a matrix), with PEFT's layout of `target_parameters`:
+    A [experts * rank, in], B [out, rank * experts] (see `peft.tuners.lora.layer.ParamWrapper`).
+    `transposed`: the parameter is stored [experts, in, out], so (B_e A_e)ᵀ is added.
+    """
+
+    parameter: str
+    rank: int
+    experts: int
+    scale: float
+    a_key: str
+    b_key: str
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows `indices` of an embedding, or of a head, that are replaced by the tensor at `key`
+    [len(indices), hidden], as PEFT's `trainable_token_indices` does."""
+
+    module: str
+    indices: tuple[int, ...]
+    key: str
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token that an adapter's tokenizer has beyond the base's; flags as in `tokenizers`."""
+
+    id: int
+    content: str
+    special: bool = False
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +177,13 @@ class AdapterManifest:
     `base_name` and `base_digest` are the base it was validated for, and answers with;
     `base_model` is what its own config names. `warnings` are things accepted but worth telling
     (ignored files, another base's name).
+
+    `vocab_size` is 0, or the adapter's own number of token ids where it is larger than the base's.
+    `invocation` are the tokens from whose last occurrence in the prompt on an activated LoRA
+    applies; empty: everywhere. `mapped` pairs the names of tensors that were not taken literally
+    with how they were read. `unused` pairs those that need not be applied with the reason.
+    `effect` is the largest change of a logit in the smoke check, None before it ran.
+    `added_tokens` and `chat_template` are the upload's own, kept only where the operator allows it.
     """
 
     digest: str
@@ -88,20 +196,55 @@ class AdapterManifest:
     base_digest: str = ""
     base_model: str | None = None
     warnings: tuple[str, ...] = ()
+    vectors: tuple[OutputVectors, ...] = ()
+    embeddings: tuple[EmbeddingLora, ...] = ()
+    replaced: tuple[ReplacedParameter, ...] = ()
+    parameter_loras: tuple[ParameterLora, ...] = ()
+    token_rows: tuple[TokenRows, ...] = ()
+    vocab_size: int = 0
+    invocation: tuple[int, ...] = ()
+    mapped: tuple[tuple[str, str], ...] = ()
+    unused: tuple[tuple[str, str], ...] = ()
+    effect: float | None = None
+    added_tokens: tuple[AddedToken, ...] = ()
+    chat_template: str | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is LoRA on linears and nothing else: what can be weighted and added up."""
+        rare = (self.vectors, self.embeddings, self.replaced, self.parameter_loras)
+        return not any((*rare, self.token_rows, self.invocation, self.vocab_size))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> AdapterManifest:
-        modules = tuple(ModuleLora(**m) for m in data["modules"])
-        rest = {k: v for k, v in data.items() if k not in ("modules", "dtypes", "warnings")}
-        return cls(
-            modules=modules,
-            dtypes=tuple(data["dtypes"]),
-            warnings=tuple(data["warnings"]),
-            **rest,
-        )
+        """Raises KeyError or TypeError if `data` is not what `to_json` makes."""
+        read = {name: _PARTS.get(name, _as_is)(value) for name, value in data.items()}
+        return cls(**read)
+
+
+def _as_is(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _read(kind: type, values: list[dict[str, Any]]) -> tuple[Any, ...]:
+    return tuple(kind(**{k: _as_is(v) for k, v in value.items()}) for value in values)
+
+
+_PARTS: dict[str, Any] = {
+    name: partial(_read, kind)
+    for name, kind in {
+        "modules": ModuleLora,
+        "vectors": OutputVectors,
+        "embeddings": EmbeddingLora,
+        "replaced": ReplacedParameter,
+        "parameter_loras": ParameterLora,
+        "token_rows": TokenRows,
+        "added_tokens": AddedToken,
+    }.items()
+} | {name: lambda pairs: tuple(map(tuple, pairs)) for name in ("mapped", "unused")}
 
 
 @dataclass(frozen=True)
@@ -115,3 +258,12 @@ class AdapterRef:
     name: str
     folder: Path
     manifest: AdapterManifest
+
+
+@dataclass(frozen=True)
+class WeightedAdapter:
+    """One adapter of a request and the factor on its whole effect; only plain adapters may have
+    another factor than 1, or company."""
+
+    ref: AdapterRef
+    weight: float = 1.0
