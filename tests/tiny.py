@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 from torch import Tensor
 from transformers import (
@@ -48,10 +49,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("phi3", {}),
+    "gpt2": ("gpt2", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
 
 ALL_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-FUSED_PROJECTIONS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+#: What `make_adapter` targets, for model types that have other names or no dense MLP.
+PROJECTIONS: dict[str, tuple[str, ...]] = {
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "gpt2": ("c_attn", "c_proj", "c_fc"),
+    "mixtral": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "qwen2_moe": ("q_proj", "k_proj", "v_proj", "o_proj", "shared_expert_gate"),
+    "qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
+}
 
 #: ChatML; begins with BOS, so that a tokenizer that adds its own would give two.
 CHAT_TEMPLATE = (
@@ -125,9 +148,9 @@ def tiny_base(folder: Path, family: str = "llama", **overrides: Any) -> Path:
             model.model.norm.weight.add_(7)
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name or ".ln_" in name:
                 parameter.add_(noise, alpha=0.1)
-            elif "embed" in name or "lm_head" in name:
+            elif any(part in name for part in ("embed", "lm_head", "wte", "wpe")):
                 parameter.copy_(noise * embedding_std)
             else:
                 parameter.copy_(noise * 0.12)
@@ -175,21 +198,25 @@ def make_adapter(
     seed: int,
     std: float = 0.2,
     dtype: torch.dtype = torch.float32,
+    added_tokens: int = 0,
+    save_embedding_layers: bool = False,
     **lora_config: Any,
 ) -> Path:
     """Save a LoRA of `base` through PEFT; every trained tensor is random and distinct.
 
     A and B are N(0, std). Defaults: r 4, lora_alpha 8, every projection of the layers. What else
     the config trains (biases, DoRA magnitudes, saved modules) is moved by N(0, 0.1).
+    `added_tokens` enlarges the vocabulary first; the embeddings are saved then.
     """
     model = copy.deepcopy(_load(base))
-    fused = model.config.model_type == "phi3"
     options: dict[str, Any] = {
         "r": 4,
         "lora_alpha": 8,
-        "target_modules": list(FUSED_PROJECTIONS if fused else ALL_PROJECTIONS),
+        "target_modules": list(PROJECTIONS.get(model.config.model_type, ALL_PROJECTIONS)),
         "task_type": "CAUSAL_LM",
     }
+    if added_tokens:
+        _resize(model, VOCAB + added_tokens, seed)
     peft_model = get_peft_model(model, LoraConfig(**(options | lora_config)))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in peft_model.named_parameters():
@@ -199,7 +226,7 @@ def make_adapter(
         is_lora = "lora_A" in name or "lora_B" in name or "lora_embedding" in name
         values = noise * std if is_lora else parameter.detach() + noise * 0.1
         parameter.data = values.to(dtype)
-    return _save_adapter(peft_model, folder)
+    return _save_adapter(peft_model, folder, save_embedding_layers or added_tokens > 0)
 
 
 def signature_adapter(base: Path, folder: Path, token: int) -> Path:
@@ -268,8 +295,19 @@ def _save(model: Any, folder: Path, pieces: Sequence[str] = ()) -> Path:
     return folder
 
 
-def _save_adapter(peft_model: PeftModel, folder: Path) -> Path:
-    peft_model.save_pretrained(str(folder), save_embedding_layers=False)
+def _resize(model: Any, vocab_size: int, seed: int) -> None:
+    """Enlarge embedding and head; the new rows are N(0, 0.25)."""
+    old = model.config.vocab_size
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            new = module.weight[old:]
+            new.copy_(torch.randn(new.shape, generator=generator) * 0.25)
+
+
+def _save_adapter(peft_model: PeftModel, folder: Path, save_embedding_layers: bool = False) -> Path:
+    peft_model.save_pretrained(str(folder), save_embedding_layers=save_embedding_layers)
     (folder / "README.md").unlink(missing_ok=True)
     return folder
 
@@ -288,7 +326,14 @@ def _load_saved(base: Path, _modified: int) -> Any:
 
 def _oracle(base: Path, adapter: Path | None) -> Any:
     model = copy.deepcopy(_load(base))
-    return model if adapter is None else PeftModel.from_pretrained(model, str(adapter)).eval()
+    if adapter is None:
+        return model
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+        embeddings = [k for k in file.keys() if k.endswith(("embed_tokens.weight", "wte.weight"))]
+        rows = [file.get_slice(key).get_shape()[0] for key in embeddings]
+    if rows and rows[0] > model.config.vocab_size:
+        model.resize_token_embeddings(rows[0], mean_resizing=False)
+    return PeftModel.from_pretrained(model, str(adapter)).eval()
 
 
 @torch.no_grad()
