@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,13 @@ class AdapterError(Exception):
 class AdapterRejected(AdapterError):
     """The content of an upload is refused; nothing of it was kept.
 
-    Its text is a summary of at most 400 characters; `violations` has every detail.
+    Its text is a summary of at most 400 characters; `violations` has every detail, `report`, where
+    one was made, tells it tensor by tensor (see `adapters.report`).
     """
 
     def __init__(self, violations: list[Violation]) -> None:
         self.violations = tuple(violations)
+        self.report: dict[str, Any] | None = None
         super().__init__(_summary(self.violations))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -45,7 +45,8 @@ class BaseSpec:
     stacks). `model_type` is transformers' name of the architecture. `fused` maps the path of a
     projection that some bases hold in one piece (`…qkv_proj`, `…gate_up_proj`) to the paths of
     its parts and their output features, in order; either the whole or the parts are modules here.
-    `transposed` are the expert stacks among `parameters` that are stored [experts, in, out].
+    `transposed` are the weights of linears among `parameters` that are stored [in, out] (Conv1D),
+    and the expert stacks stored [experts, in, out].
     """
 
     name: str
@@ -183,7 +184,10 @@ class AdapterManifest:
     applies; empty: everywhere. `mapped` pairs the names of tensors that were not taken literally
     with how they were read. `unused` pairs those that need not be applied with the reason.
     `effect` is the largest change of a logit in the smoke check, None before it ran.
-    `added_tokens` and `chat_template` are the upload's own, kept only where the operator allows it.
+    `added_tokens`, `chat_template`, `special_tokens` (its names for them that differ from the
+    base's, such as eos_token) and `eos_ids` (tokens that end an answer, beside the base's) are the
+    upload's own, kept only where the operator allows it; `tokenizer` tells what was found in its
+    tokenizer files.
     """
 
     digest: str
@@ -208,12 +212,33 @@ class AdapterManifest:
     effect: float | None = None
     added_tokens: tuple[AddedToken, ...] = ()
     chat_template: str | None = None
+    eos_ids: tuple[int, ...] = ()
+    special_tokens: tuple[tuple[str, str], ...] = ()
+    tokenizer: tuple[str, ...] = ()
 
     @property
     def plain(self) -> bool:
         """Whether it is LoRA on linears and nothing else: what can be weighted and added up."""
         rare = (self.vectors, self.embeddings, self.replaced, self.parameter_loras)
         return not any((*rare, self.token_rows, self.invocation, self.vocab_size))
+
+    @property
+    def speech(self) -> tuple[Any, ...]:
+        """All that makes its prompts and answers other tokens than the base's; see `speaks`."""
+        return self.added_tokens, self.chat_template, self.special_tokens, self.eos_ids
+
+    @property
+    def speaks(self) -> bool:
+        """Whether prompts and answers go through a tokenizer or a chat template of its own."""
+        return any(self.speech)
+
+    @property
+    def adapted(self) -> frozenset[str]:
+        """The paths of all modules and parameters that it changes."""
+        parts: Iterable[Any] = (*self.modules, *self.vectors, *self.embeddings, *self.token_rows)
+        paths = {part.module for part in parts}
+        paths |= {part.parameter.removesuffix(".weight") for part in self.replaced}
+        return frozenset(paths | {part.parameter for part in self.parameter_loras})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -229,12 +254,13 @@ def _as_is(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _read(kind: type, values: list[dict[str, Any]]) -> tuple[Any, ...]:
+def read_parts(kind: type, values: Iterable[dict[str, Any]]) -> tuple[Any, ...]:
+    """The parts of a manifest, all of one `kind`, back from JSON. Raises TypeError."""
     return tuple(kind(**{k: _as_is(v) for k, v in value.items()}) for value in values)
 
 
 _PARTS: dict[str, Any] = {
-    name: partial(_read, kind)
+    name: partial(read_parts, kind)
     for name, kind in {
         "modules": ModuleLora,
         "vectors": OutputVectors,
@@ -244,7 +270,9 @@ _PARTS: dict[str, Any] = {
         "token_rows": TokenRows,
         "added_tokens": AddedToken,
     }.items()
-} | {name: lambda pairs: tuple(map(tuple, pairs)) for name in ("mapped", "unused")}
+} | {
+    name: lambda pairs: tuple(map(tuple, pairs)) for name in ("mapped", "unused", "special_tokens")
+}
 
 
 @dataclass(frozen=True)

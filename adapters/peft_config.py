@@ -7,62 +7,71 @@ where it is null, false or empty.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from adapters.errors import Violation
-from adapters.targets import (
-    ALL_LINEAR,
-    LayerFilter,
-    NameSelector,
-    PatternError,
-    PatternValues,
-    Targets,
+from adapters.config_combinations import invalid_combinations
+from adapters.config_values import (
+    PLAIN_NAME,
+    as_alpha,
+    as_bias,
+    as_exclusion,
+    as_few_names,
+    as_flag,
+    as_invocation,
+    as_layer_patterns,
+    as_layers,
+    as_optional_text,
+    as_rank,
+    as_saved_modules,
+    as_targets,
+    as_token_rows,
+    is_one_of,
+    pattern_of,
+    shown,
 )
+from adapters.errors import Violation
+from adapters.targets import LayerFilter, NameSelector, PatternError, PatternValues, Targets
 
 #: Fields that only matter for training, for initialisation or for where a file came from.
 IGNORED_FIELDS = frozenset(
-    "auto_mapping corda_config eva_config inference_mode loftq_config lora_dropout lora_ga_config "
-    "peft_version qalora_group_size revision runtime_config".split()
+    "auto_mapping corda_config eva_config inference_mode loftq_config lora_ga_config peft_version "
+    "qalora_group_size revision runtime_config".split()
 )
 
 #: Features that are not served: field -> the values that leave it off, beside null.
 OFF_FIELDS: dict[str, tuple[Any, ...]] = {
-    "alora_invocation_tokens": (),
     "arrow_config": (),
     "ensure_weight_tying": (False,),
     "kasa_config": (),
     "layer_replication": ([],),
-    "lora_bias": (False,),
     "megatron_config": ({},),
     "megatron_core": ("megatron.core",),
-    "modules_to_save": ([],),
     "monteclora_config": (),
-    "target_parameters": ([],),
-    "trainable_token_indices": (),
     "use_bdlora": (),
-    "use_dora": (False,),
     "use_qalora": (False,),
     "velora_config": (),
 }
 
 READ_FIELDS = frozenset(
-    "alpha_pattern base_model_name_or_path bias exclude_modules fan_in_fan_out init_lora_weights "
-    "layers_pattern layers_to_transform lora_alpha peft_type r rank_pattern target_modules "
-    "task_type use_rslora".split()
+    "alora_invocation_tokens alpha_pattern base_model_name_or_path bias exclude_modules "
+    "fan_in_fan_out init_lora_weights layers_pattern layers_to_transform lora_alpha lora_bias "
+    "lora_dropout modules_to_save peft_type r rank_pattern target_modules target_parameters "
+    "task_type trainable_token_indices use_dora use_rslora".split()
 )
 
-#: Initialisations that leave the base as it was; the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA)
-#: train on a changed base.
+#: Initialisations that leave the base as it was; the others train on a changed base.
 BASE_KEEPING_INITS = ("gaussian", "eva", "orthogonal", "mica")
+
+#: Starts of initialisations whose adapters PEFT can convert to plain LoRA when it saves them.
+CONVERTIBLE_INITS = ("pissa", "olora", "corda", "lora_ga")
 
 #: From this many names on, PEFT shortens a target list, which changes what a layer filter spares.
 SHORTENED_LIST = 20
 
-MAX_TEXT = 1024
+#: Characters of a violation's subject.
+MAX_SUBJECT = 1024
 
 T = TypeVar("T")
 
@@ -72,7 +81,9 @@ class PeftConfig:
     """What a config says. A value that could not be read is None, and a violation says why.
 
     `alpha` over the rank (or its square root, `use_rslora`) is the scale; the patterns override
-    `alpha` and `rank` by module.
+    `alpha` and `rank` by module. `bias` is "none", "all" or "lora_only". `token_rows` maps endings
+    of module paths, or None for the input embedding, to the token ids whose rows are trained.
+    `target_parameters` are endings of parameter paths, `saved` endings of paths of modules.
     """
 
     rank: int | None = None
@@ -81,6 +92,13 @@ class PeftConfig:
     alpha_pattern: PatternValues[float] | None = None
     use_rslora: bool = False
     targets: Targets | None = None
+    target_parameters: tuple[str, ...] = ()
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
+    saved: tuple[str, ...] = ()
+    token_rows: Mapping[str | None, tuple[int, ...]] = field(default_factory=dict)
+    invocation: tuple[int, ...] = ()
     base_model: str | None = None
     violations: tuple[Violation, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -89,19 +107,27 @@ class PeftConfig:
 def parse_config(data: dict[str, Any]) -> PeftConfig:
     """Decide every field of a config. Never raises; see `PeftConfig.violations`."""
     if (kind := data.get("peft_type")) != "LORA":
-        found = f"is {_shown(kind)}" if "peft_type" in data else "is missing"
+        found = f"is {shown(kind)}" if "peft_type" in data else "is missing"
         message = f'{found}; only "LORA" is served'
         return PeftConfig(violations=(Violation("unsupported_peft_type", "peft_type", message),))
     reader = _Reader(data)
     reader.check_features()
+    reader.violations.extend(invalid_combinations(data))
     return PeftConfig(
-        rank=reader.read("r", _rank),
-        alpha=reader.read("lora_alpha", _alpha),
-        rank_pattern=reader.read("rank_pattern", _pattern_of(_rank), {}),
-        alpha_pattern=reader.read("alpha_pattern", _pattern_of(_alpha), {}),
-        use_rslora=bool(reader.read("use_rslora", _flag, False)),
+        rank=reader.read("r", as_rank),
+        alpha=reader.read("lora_alpha", as_alpha),
+        rank_pattern=reader.read("rank_pattern", pattern_of(as_rank), {}),
+        alpha_pattern=reader.read("alpha_pattern", pattern_of(as_alpha), {}),
+        use_rslora=bool(reader.read("use_rslora", as_flag, False)),
         targets=reader.targets(),
-        base_model=reader.read("base_model_name_or_path", _optional_text, None),
+        target_parameters=tuple(reader.read("target_parameters", as_few_names, None) or ()),
+        use_dora=bool(reader.read("use_dora", as_flag, False)),
+        lora_bias=bool(reader.read("lora_bias", as_flag, False)),
+        bias=reader.read("bias", as_bias, "none") or "none",
+        saved=tuple(reader.saved()),
+        token_rows=reader.read("trainable_token_indices", as_token_rows, None) or {},
+        invocation=reader.read("alora_invocation_tokens", as_invocation, None) or (),
+        base_model=reader.read("base_model_name_or_path", as_optional_text, None),
         violations=tuple(reader.violations),
         warnings=tuple(reader.warnings),
     )
@@ -116,7 +142,7 @@ class _Reader:
         self.warnings: list[str] = []
 
     def refuse(self, code: str, field: str, message: str) -> None:
-        self.violations.append(Violation(code, field[:MAX_TEXT], message))
+        self.violations.append(Violation(code, field[:MAX_SUBJECT], message))
 
     def read(self, field: str, convert: Callable[[Any], T], *default: Any) -> T | None:
         """The field's converted value; None, and a violation, where it has none that will do."""
@@ -133,56 +159,80 @@ class _Reader:
 
     def check_features(self) -> None:
         """Refuse what goes beyond plain LoRA, and what is not known."""
-        for field, value in self.data.items():
-            if field in READ_FIELDS or field in IGNORED_FIELDS or value is None:
+        for name, value in self.data.items():
+            if name in READ_FIELDS or name in IGNORED_FIELDS or value is None:
                 continue
-            if field in OFF_FIELDS:
-                if not _one_of(value, OFF_FIELDS[field]):
-                    off = " or ".join(["null", *(_shown(v) for v in OFF_FIELDS[field])])
-                    message = f"is {_shown(value)}, which is not served; it must be {off}"
-                    self.refuse("unsupported_feature", field, message)
-            elif not _one_of(value, (False, "", [], {})):
-                message = f"is not a known field, and its value {_shown(value)} is not empty"
-                self.refuse("unknown_field", field, message)
-        for field in ("corda_config", "loftq_config", "lora_ga_config"):
-            if self.data.get(field):
-                self.warnings.append(f"{field} only matters for initialisation and is ignored")
+            if name in OFF_FIELDS:
+                if not is_one_of(value, OFF_FIELDS[name]):
+                    off = " or ".join(["null", *(shown(v) for v in OFF_FIELDS[name])])
+                    message = f"is {shown(value)}, which is not served; it must be {off}"
+                    self.refuse("unsupported_feature", name, message)
+            elif not is_one_of(value, (False, "", [], {})):
+                message = f"is not a known field, and its value {shown(value)} is not empty"
+                self.refuse("unknown_field", name, message)
+        for name in ("corda_config", "loftq_config", "lora_ga_config"):
+            if self.data.get(name):
+                self.warnings.append(f"{name} only matters for initialisation and is ignored")
         if self.data.get("task_type") not in (None, "CAUSAL_LM"):
-            message = f'is {_shown(self.data["task_type"])}; it must be "CAUSAL_LM" or null'
+            message = f'is {shown(self.data["task_type"])}; it must be "CAUSAL_LM" or null'
             self.refuse("unsupported_task_type", "task_type", message)
         self._check_init(self.data.get("init_lora_weights", True))
-        self.read("bias", _bias, "none")
-        if self.read("fan_in_fan_out", _flag, False):
+        if self.read("fan_in_fan_out", as_flag, False):
             self.warnings.append(
-                "fan_in_fan_out is true, but the base's layers are linear: ignored, as PEFT does"
+                "fan_in_fan_out is ignored: as in PEFT, the base says how its weights are stored"
             )
 
     def _check_init(self, value: Any) -> None:
         known = isinstance(value, str) and value.lower() in BASE_KEEPING_INITS
-        if not known and not isinstance(value, bool | None):
+        if known or isinstance(value, bool | None):
+            return
+        message = (
+            f"is {shown(value)}; only true, false and {', '.join(BASE_KEEPING_INITS)} are "
+            "known to leave the base as it was"
+        )
+        if isinstance(value, str) and value.lower().startswith(CONVERTIBLE_INITS):
             message = (
-                f"is {_shown(value)}; only true, false and {', '.join(BASE_KEEPING_INITS)} are "
-                "known to leave the base as it was"
+                f"is {shown(value)}, which trains on a changed base; save the adapter with PEFT's "
+                "save_pretrained(..., path_initial_model_for_weight_conversion=<the adapter as "
+                "initialised>), which converts it to plain LoRA"
             )
-            self.refuse("unsupported_feature", "init_lora_weights", message)
+        elif value == "loftq":
+            message = (
+                'is "loftq", which trains on a base quantised in its own way; the adapter is only '
+                "exact on that base, so merge it there or train again from this base"
+            )
+        self.refuse("unsupported_feature", "init_lora_weights", message)
+
+    def saved(self) -> list[str]:
+        names = self.read("modules_to_save", as_few_names, None) or []
+        for name in names:
+            if not PLAIN_NAME.fullmatch(name):
+                message = f"holds {shown(name)}; only letters, digits, '_', '-' and '.' are served"
+                self.refuse("invalid_adapter_config", "modules_to_save", message)
+                return []
+        return names
 
     def targets(self) -> Targets | None:
         before = len(self.violations)
-        include = self.read("target_modules", _target_modules)
-        exclude = self.read("exclude_modules", _exclude_modules, None)
+        if self.data.get("target_modules") is None and self.data.get("target_parameters"):
+            include: NameSelector | None = NameSelector()
+        else:
+            include = self.read("target_modules", as_targets)
+        exclude = self.read("exclude_modules", as_exclusion, None)
         layers = self._layers()
         if len(self.violations) > before:
             return None
-        return Targets(include, exclude, layers)
+        saved = self.data.get("modules_to_save")
+        return Targets(include, exclude, layers, as_saved_modules(saved))
 
     def _layers(self) -> LayerFilter | None:
-        layers = self.read("layers_to_transform", _layer_numbers, None)
-        patterns = self.read("layers_pattern", _layer_patterns, None)
+        layers = self.read("layers_to_transform", as_layers, None)
+        patterns = self.read("layers_pattern", as_layer_patterns, None)
         names = self.data.get("target_modules")
-        for field in ("layers_to_transform", "layers_pattern"):
-            if isinstance(names, str) and self.data.get(field) is not None:
+        for limit in ("layers_to_transform", "layers_pattern"):
+            if isinstance(names, str) and self.data.get(limit) is not None:
                 message = "cannot be combined with target_modules given as one string"
-                self.refuse("invalid_adapter_config", field, message)
+                self.refuse("invalid_adapter_config", limit, message)
         if patterns and self.data.get("layers_to_transform") is None:
             message = "has no meaning without layers_to_transform"
             self.refuse("invalid_adapter_config", "layers_pattern", message)
@@ -199,94 +249,3 @@ class _Reader:
         except PatternError as error:
             self.refuse("invalid_pattern", "layers_pattern", str(error))
             return None
-
-
-def _rank(value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"is {_shown(value)}; it must be a whole number of at least 1")
-    return value
-
-
-def _alpha(value: Any) -> float:
-    if type(value) in (int, float):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if math.isfinite(number) and number >= 0:
-            return number
-    raise ValueError(f"is {_shown(value)}; it must be a finite number of at least 0")
-
-
-def _pattern_of(convert: Callable[[Any], T]) -> Callable[[Any], PatternValues[T]]:
-    def pattern_values(value: Any) -> PatternValues[T]:
-        if not isinstance(value, dict | None):
-            raise ValueError(f"is {_shown(value)}; it must be an object of patterns")
-        values = {}
-        for key, entry in (value or {}).items():
-            try:
-                values[key] = convert(entry)
-            except ValueError as error:
-                raise ValueError(f"entry {_shown(key)} {error}") from None
-        return PatternValues(values)
-
-    return pattern_values
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool | None):
-        raise ValueError(f"is {_shown(value)}; it must be true or false")
-    return bool(value)
-
-
-def _optional_text(value: Any) -> str | None:
-    if not isinstance(value, str | None) or len(value or "") > MAX_TEXT:
-        raise ValueError(f"is {_shown(value)}; it must be null or at most {MAX_TEXT} characters")
-    return value
-
-
-def _bias(value: Any) -> None:
-    # "all" and "lora_only" are plain LoRA where the base has no biases; bias tensors in the file
-    # are refused as tensors.
-    if value not in ("none", "all", "lora_only"):
-        raise ValueError(f'is {_shown(value)}; it must be "none", "all" or "lora_only"')
-
-
-def _target_modules(value: Any) -> NameSelector | None:
-    if isinstance(value, str):
-        return None if value.lower() == ALL_LINEAR else NameSelector.of(value)
-    return NameSelector.of(_names(value))
-
-
-def _exclude_modules(value: Any) -> NameSelector | None:
-    if not value and isinstance(value, str | list | None):
-        return None
-    return NameSelector.of(value if isinstance(value, str) else _names(value))
-
-
-def _names(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"is {_shown(value)}; it must be a list of names or one pattern")
-    return value
-
-
-def _layer_numbers(value: Any) -> list[int]:
-    numbers = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(number) is not int for number in numbers):
-        raise ValueError(f"is {_shown(value)}; it must be a layer number or a list of them")
-    return numbers
-
-
-def _layer_patterns(value: Any) -> list[str]:
-    patterns = [value] if isinstance(value, str) else value or []
-    return [name for name in _names(patterns) if name or isinstance(value, list)]
-
-
-def _one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Equality that tells false from 0."""
-    return any(type(value) is type(other) and value == other for other in allowed)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:80] + "…"

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock, Timer
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from adapters.errors import AdapterUnavailable
 from adapters.host_cache import HostCache, HostCopy
+from adapters.layout import layout_of
 from adapters.manifest import AdapterRef, BaseSpec
 from adapters.pages import ResidentAdapter
 from adapters.slots import Slot, Slots
-from adapters.weights import AdapterWeights, layout, load_weights, page_sizes
+from adapters.terms import BaseParameters, mapped
+from adapters.weights import AdapterWeights, load_weights
 
 #: How long a failed load is remembered, in seconds.
 FAILURE_SECONDS = 5.0
@@ -49,14 +52,14 @@ class PoolStats:
 
 
 class AdapterPool:
-    """Adapters on the device, in pages of one flat buffer, with a host cache behind them.
+    """Adapters on the device, in ranges of one flat buffer, with a host cache behind them.
 
-    In each step the step thread asks with `acquire`, in the order of its queue, for every request
-    that waits for an adapter; the answer is a pinned adapter or None, never a wait. An ask that
-    finds room takes the pages at once, evicting idle adapters if that makes enough room; a loader
-    thread then reads what the host cache lacks and copies it. An ask that finds no room starts
-    nothing, so that adapters which must wait anyway do not churn disk and host cache.
-    One lock guards the bookkeeping; it is never held during a read or a copy.
+    In each step the step thread asks with `acquire`, in the order of its queue, for the adapters of
+    every request that waits for some; the answer is all of them, pinned, or None, never a wait. An
+    ask that finds room takes the pages of all that are missing at once, evicting idle adapters if
+    that makes enough room; loader threads then read what the host cache lacks and copy it. An ask
+    that finds no room starts nothing, so that adapters which must wait anyway do not churn disk and
+    host cache. One lock guards the bookkeeping; it is never held during a read or a copy.
 
     A loaded adapter is *reserved* until it is first acquired, withdrawn, or left unclaimed for
     RESERVED_SECONDS. Reserved, pinned and loading adapters are never evicted. So H, the first in
@@ -65,9 +68,15 @@ class AdapterPool:
     - What H has taken it finds at its next ask. No eviction touches a load in progress, and a
       reservation outlasts the rest of the pass it began in; the next pass asks for H first. So
       waiting adapters cannot evict each other in turn.
+    - If H asks for several, each ask that finds them all on the device or on their way renews
+      their reservations: those that are ready stay until the last one is. An ask that lacks the
+      room for one renews and takes nothing, so two requests never hold what the other lacks.
+      Whoever holds reservations thus waits for loads only, which end by themselves.
     - H finds room in the end. The scheduler lets a bounded number of requests pass H; from then on
       only H asks. Pins end with their requests, loads end, reservations lapse (`on_change` tells),
-      so every page becomes free or idle; and H fits, for what exceeds the empty buffer is refused.
+      H's own among them as it renews none; so every page becomes free or idle. What H asks for
+      then fits, if need be after its own idle adapters have made way to be placed anew: what
+      exceeds the empty buffer is refused.
     """
 
     def __init__(
@@ -80,9 +89,11 @@ class AdapterPool:
         host_bytes: int,
         loader_threads: int,
         on_change: Callable[[], None],
+        parameters: BaseParameters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_change` is called from other threads when an `acquire` may have a new answer.
+        """`on_change` is called from other threads when an `acquire` may have a new answer, and
+        `parameters` when an adapter is read that is relative to some of the base's.
 
         `clock` is in seconds. Raises ValueError for sizes that cannot work.
         """
@@ -94,6 +105,7 @@ class AdapterPool:
             raise ValueError(f"loader_threads must be at least 1, not {loader_threads}")
         self.buffer = torch.zeros(device_bytes // dtype.itemsize, dtype=dtype, device=device)
         self._base = base
+        self._parameters = parameters
         self._on_change = on_change
         self._clock = clock
         self._lock = Lock()
@@ -101,9 +113,10 @@ class AdapterPool:
         self._loaders = ThreadPoolExecutor(loader_threads, "adapter-load")
         self._prefetchers = ThreadPoolExecutor(loader_threads, "adapter-prefetch")
         self._host = HostCache(host_bytes)
-        self._slots = Slots(base, self.buffer.numel())
+        self._slots = Slots(self.buffer.numel())
         self._failures: dict[str, tuple[str, float]] = {}  # message, remembered until
-        self._no_room: dict[str, int] = {}  # digest -> `_slots.changes` when it found none
+        # Digest -> asks it is part of that found no room -> `_slots.changes` then.
+        self._no_room: dict[str, dict[tuple[str, ...], int]] = {}
         self._lapse: Timer | None = None
         self._closed = False
         self._prefetching = self._loads = self._copies = self._failed = 0
@@ -112,10 +125,9 @@ class AdapterPool:
         """Begin reading `ref` into the host cache, unless it is there or on its way, failed just
         now, or the reads under way take half the cache. Never blocks; any thread."""
         try:
-            targets = layout(ref, self._base)
+            nbytes = layout_of(ref, self._base).elements * self.buffer.itemsize
         except AdapterUnavailable:
             return  # acquire() tells the reason
-        nbytes = sum(page_sizes(targets, self._base)) * self.buffer.itemsize
         with self._lock:
             known = self._slots.get(ref.digest) or self._host.get(ref.digest)
             if known or self._closed or self._recent_failure(ref.digest):
@@ -125,36 +137,37 @@ class AdapterPool:
                 copy = self._host.reserve(ref.digest, nbytes)
                 self._prefetchers.submit(self._prefetch, ref, copy)
 
-    def acquire(self, ref: AdapterRef) -> ResidentAdapter | None:
-        """Pin and return `ref` if it is on the device; else start what can be started, and None.
+    def acquire(self, refs: Sequence[AdapterRef]) -> tuple[ResidentAdapter, ...] | None:
+        """Pin and return all of `refs` if they are on the device; else start what can be started,
+        and None. Where room was lacking, `state` is "waiting" for one of them then.
 
-        Step thread only; each result needs one `release`. Raises AdapterUnavailable when loading
-        failed within the last FAILURE_SECONDS or can never succeed.
+        Step thread only; each adapter returned needs one `release`. Raises AdapterUnavailable when
+        loading one failed within the last FAILURE_SECONDS, or when one or all together can never
+        be loaded; ValueError when one is named twice.
         """
+        if len(refs) > 1 and len({ref.digest for ref in refs}) < len(refs):
+            raise ValueError(f"an adapter is asked for twice: {[ref.name for ref in refs]}")
         with self._lock:
-            slot = self._slots.get(ref.digest)
-            if slot is not None:
-                slot.wanted = True
-                if not slot.ready:
-                    return None
-                self._slots.pin(slot)
-                return slot.adapter
-            if failure := self._recent_failure(ref.digest):
-                raise AdapterUnavailable(failure)
-            if self._closed:
-                raise AdapterUnavailable(f"adapter {ref.name!r}: the adapter pool is closed")
-            copy = self._host.get(ref.digest)
-            if copy is not None and copy.weights is None:
+            slots = [slot for ref in refs if (slot := self._slots.get(ref.digest))]
+            if len(slots) == len(refs):
+                return self._pinned(slots)
+            if self._must_wait(refs):
                 return None
-            if self._no_room.get(ref.digest) == self._slots.changes:
+            key = tuple([ref.digest for ref in refs])
+            if self._no_room.get(key[0], {}).get(key) == self._slots.changes:
                 return None
-            slot = self._take(ref)
-            if slot is None:
-                self._no_room[ref.digest] = self._slots.changes
+            taken = self._take(refs)
+            if taken is None:
+                for digest in key:
+                    self._no_room.setdefault(digest, {})[key] = self._slots.changes
                 self._wake_at_next_lapse()
-            else:
-                self._no_room.pop(ref.digest, None)
-                self._loaders.submit(self._load, ref, slot)
+                return None
+            for ref in refs:
+                self._found_room(ref.digest, key)
+                if ref.digest in taken:
+                    self._loaders.submit(self._load, ref, taken[ref.digest])
+            # Not `slots`: some of those may have made way and be among the taken.
+            self._reserve([slot for digest in key if (slot := self._slots.get(digest))])
             return None
 
     def release(self, resident: ResidentAdapter) -> None:
@@ -226,15 +239,55 @@ class AdapterPool:
         for executor in (self._prefetchers, self._loaders):
             executor.shutdown(cancel_futures=True)
 
-    def _take(self, ref: AdapterRef) -> Slot | None:
-        targets = layout(ref, self._base)
-        need = sum(page_sizes(targets, self._base)) * self.buffer.itemsize
-        if need > self.buffer.nbytes:
-            raise AdapterUnavailable(
-                f"adapter {ref.name!r} takes {need} bytes on the device, where all adapters "
-                f"together have {self.buffer.nbytes}"
+    def _pinned(self, slots: list[Slot]) -> tuple[ResidentAdapter, ...] | None:
+        for slot in slots:
+            if not slot.ready:
+                self._reserve(slots)
+                return None
+        for slot in slots:
+            self._slots.pin(slot)
+        return tuple([slot.adapter for slot in slots])
+
+    def _reserve(self, slots: list[Slot]) -> None:
+        """Keep those of one ask that are ready until those that are loading are ready too."""
+        until = self._clock() + RESERVED_SECONDS
+        for slot in slots:
+            slot.wanted = True
+            if slot.ready:
+                slot.reserved_until = until
+
+    def _must_wait(self, refs: Sequence[AdapterRef]) -> bool:
+        """Whether one that has no slot is being read ahead. Raises what stands in the way."""
+        reading = False
+        for ref in refs:
+            if self._slots.get(ref.digest) is None:
+                if failure := self._recent_failure(ref.digest):
+                    raise AdapterUnavailable(failure)
+                if self._closed:
+                    raise AdapterUnavailable(f"adapter {ref.name!r}: the adapter pool is closed")
+                copy = self._host.get(ref.digest)
+                reading |= copy is not None and copy.weights is None
+        return reading
+
+    def _take(self, refs: Sequence[AdapterRef]) -> dict[str, Slot] | None:
+        layouts = {ref.digest: layout_of(ref, self._base) for ref in refs}
+        need = [layouts[ref.digest].elements * self.buffer.itemsize for ref in refs]
+        if sum(need) > self.buffer.nbytes:
+            sizes = " and ".join(
+                f"adapter {ref.name!r} takes {nbytes} bytes"
+                for ref, nbytes in zip(refs, need, strict=True)
             )
-        return self._slots.take(ref.digest, targets, self._clock())
+            raise AdapterUnavailable(
+                f"{sizes} on the device, where all adapters together have {self.buffer.nbytes}"
+            )
+        return self._slots.take(layouts, self._clock())
+
+    def _found_room(self, digest: str, key: tuple[str, ...]) -> None:
+        asks = self._no_room.get(digest)
+        if asks is not None:
+            asks.pop(key, None)
+            if not asks:
+                del self._no_room[digest]
 
     def _recent_failure(self, digest: str) -> str | None:
         message, until = self._failures.get(digest, ("", 0.0))
@@ -276,6 +329,7 @@ class AdapterPool:
 
     def _load(self, ref: AdapterRef, slot: Slot) -> None:
         copy = failure = None
+        adapter = slot.adapter
         try:
             with self._lock:
                 if not slot.forgotten:
@@ -284,7 +338,7 @@ class AdapterPool:
             if copy is not None:
                 if copy.weights is None:
                     copy.weights = self._read(ref)
-                self._copy_to_device(copy.weights, slot.adapter)
+                adapter = self._placed(ref, copy.weights, slot)
         except Exception as error:
             failure = _message(ref, error)
         with self._lock:
@@ -295,6 +349,7 @@ class AdapterPool:
             if failure or slot.forgotten:
                 self._slots.drop(slot)
             else:
+                slot.adapter = adapter
                 slot.ready = True
                 slot.reserved_until = self._clock() + RESERVED_SECONDS if slot.wanted else 0.0
                 self._slots.changes += 1
@@ -304,13 +359,26 @@ class AdapterPool:
     def _read(self, ref: AdapterRef) -> AdapterWeights:
         with self._lock:
             self._loads += 1
-        return load_weights(ref, self._base, self.buffer.dtype)
+        return load_weights(ref, self._base, self.buffer.dtype, self._parameters)
 
-    def _copy_to_device(self, weights: AdapterWeights, adapter: ResidentAdapter) -> None:
+    def _placed(self, ref: AdapterRef, weights: AdapterWeights, slot: Slot) -> ResidentAdapter:
         """Overwrite every page as a whole, so that nothing of its former user remains."""
-        for t, target in adapter.targets.items():
-            for offset, page in zip(target.pages, weights.targets[t].pages, strict=True):
-                self.buffer[offset : offset + page.numel()].copy_(page)
+        offsets = iter(slot.offsets)
+
+        def place(tensor: Tensor) -> Tensor:
+            offset = next(offsets)
+            view = self.buffer[offset : offset + tensor.numel()].view(tensor.shape)
+            return view.copy_(tensor)
+
+        for target in weights.targets.values():
+            for page in target.pages:
+                place(page)
+        terms = {
+            module: tuple(mapped(term, place) for term in of_module)
+            for module, of_module in weights.terms.items()
+        }
+        assert next(offsets, None) is None, f"{ref.name} has fewer tensors than its layout"
+        return replace(slot.adapter, terms=terms, vocab_size=ref.manifest.vocab_size)
 
 
 def _message(ref: AdapterRef, error: Exception) -> str:

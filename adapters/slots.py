@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import chain, count, islice
 
 from adapters.arena import Arena
-from adapters.manifest import BaseSpec
+from adapters.layout import Layout
 from adapters.pages import PagedTarget, ResidentAdapter
-from adapters.weights import TargetLayout, page_sizes
 
 
 @dataclass(eq=False)
 class Slot:
-    """One load's pages. Until `ready`, a loader thread owns their content.
+    """One load's ranges of the buffer. Until `ready`, a loader thread owns their content.
 
+    `offsets` are those of the layout's `allocations`: all pages, then all terms' tensors.
     `reserved_until` (on the pool's clock) keeps them for whoever asked for the load; `wanted` says
     whether somebody still does. A `forgotten` slot lives on only while pinned or loading.
     """
 
     adapter: ResidentAdapter
+    offsets: tuple[int, ...]
     elements: int
     ready: bool = False
     pins: int = 0
@@ -32,9 +33,6 @@ class Slot:
     def idle(self, now: float) -> bool:
         return self.ready and not self.pins and self.reserved_until <= now
 
-    def pages(self) -> Iterator[int]:
-        return (page for target in self.adapter.targets.values() for page in target.pages)
-
 
 class Slots:
     """Digest -> Slot over one arena of `capacity` elements. Not thread-safe: the pool's lock
@@ -43,10 +41,9 @@ class Slots:
     `changes` goes up whenever there may be more room than before.
     """
 
-    def __init__(self, base: BaseSpec, capacity: int) -> None:
+    def __init__(self, capacity: int) -> None:
         self.changes = 0
         self.evictions = 0
-        self._base = base
         self._arena = Arena(capacity)
         self._by_digest: OrderedDict[str, Slot] = OrderedDict()  # least recently used first
         self._by_generation: dict[int, Slot] = {}  # the forgotten too
@@ -63,11 +60,21 @@ class Slots:
     def get(self, digest: str) -> Slot | None:
         return self._by_digest.get(digest)
 
-    def take(self, digest: str, targets: Mapping[int, TargetLayout], now: float) -> Slot | None:
-        """Pages for a new load of `digest`, evicting idle slots, least recently used first, until
-        they fit. None, and nothing evicted, when that cannot make enough room."""
-        sizes = page_sizes(targets, self._base)
-        idle = (slot for slot in self._by_digest.values() if slot.idle(now))
+    def take(self, members: Mapping[str, Layout], now: float) -> dict[str, Slot] | None:
+        """Slots for those of `members` (by digest, asked for together) that have none.
+
+        Idle slots are evicted until all of them fit at once: others' first, least recently used
+        first, then those of members, which are taken anew with the rest; that is for a member that
+        lies in the middle of the only room. None, and nothing evicted, when all that cannot make
+        enough room.
+        """
+        missing = [digest for digest in members if digest not in self._by_digest]
+        sizes = [size for digest in missing for size in members[digest].allocations]
+        found = chain(
+            (slot for digest, slot in self._by_digest.items() if digest not in members),
+            (slot for digest, slot in self._by_digest.items() if digest in members),
+        )
+        idle = (slot for slot in found if slot.idle(now))
         victims: list[Slot] = []
         plan = self._arena.copy()
         while (offsets := plan.allocate_all(sizes)) is None:
@@ -75,21 +82,23 @@ class Slots:
             if victim is None:
                 return None
             victims.append(victim)
-            for page in victim.pages():
-                plan.free(page)
+            for offset in victim.offsets:
+                plan.free(offset)
+            if victim.adapter.digest in members:
+                missing.append(victim.adapter.digest)
+                sizes += members[victim.adapter.digest].allocations
         self._arena = plan
         for victim in victims:
             del self._by_digest[victim.adapter.digest]
             del self._by_generation[victim.adapter.generation]
         self.evictions += len(victims)
-        pages = iter(offsets)
-        paged = {
-            t: PagedTarget(tuple(islice(pages, target.num_pages)), target.ranks, target.scales)
-            for t, target in targets.items()
+        ranges = iter(offsets)
+        return {
+            digest: self._add(
+                digest, members[digest], tuple(islice(ranges, len(members[digest].allocations)))
+            )
+            for digest in missing
         }
-        slot = Slot(ResidentAdapter(digest, next(self._generations), paged), sum(sizes))
-        self._by_digest[digest] = self._by_generation[slot.adapter.generation] = slot
-        return slot
 
     def pin(self, slot: Slot) -> None:
         slot.pins += 1
@@ -119,8 +128,8 @@ class Slots:
 
     def drop(self, slot: Slot) -> None:
         """Free the pages of an unpinned slot."""
-        for page in slot.pages():
-            self._arena.free(page)
+        for offset in slot.offsets:
+            self._arena.free(offset)
         del self._by_generation[slot.adapter.generation]
         if not slot.forgotten:
             del self._by_digest[slot.adapter.digest]
@@ -138,3 +147,14 @@ class Slots:
             assert slot.forgotten != (self._by_digest.get(slot.adapter.digest) is slot)
             if slot.forgotten:
                 assert slot.pins or not slot.ready, f"forgotten {slot.adapter.digest} lingers"
+
+    def _add(self, digest: str, layout: Layout, offsets: tuple[int, ...]) -> Slot:
+        pages = iter(offsets)
+        targets = {
+            t: PagedTarget(tuple(islice(pages, target.num_pages)), target.ranks, target.scales)
+            for t, target in layout.targets.items()
+        }
+        adapter = ResidentAdapter(digest, next(self._generations), targets)
+        slot = Slot(adapter, offsets, layout.elements)
+        self._by_digest[digest] = self._by_generation[adapter.generation] = slot
+        return slot

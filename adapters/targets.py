@@ -78,20 +78,30 @@ class NameSelector:
 
 @dataclass(frozen=True)
 class Targets:
-    """The modules a config adapts: `include` (None: all-linear) less `exclude`, in `layers`."""
+    """The modules a config adapts: `include` (None: all-linear) less `exclude`, in `layers`.
+
+    `saved` are those in `modules_to_save` and all within them, which PEFT keeps LoRA off.
+    """
 
     include: NameSelector | None
     exclude: NameSelector | None = None
     layers: LayerFilter | None = None
+    saved: NameSelector | None = None
 
-    def select(self, paths: Collection[str], output_module: str | None) -> frozenset[str]:
-        """The paths among `paths` (a base's linears) that PEFT would adapt."""
-        include = self.include or NameSelector(frozenset(paths) - {output_module or ""})
+    def select(
+        self, linears: Collection[str], output_module: str | None, others: Collection[str] = ()
+    ) -> frozenset[str]:
+        """The paths among `linears` and `others` (embeddings and the like) that PEFT would adapt.
+
+        `others` are no part of "all-linear", nor is the head.
+        """
+        include = self.include or NameSelector(frozenset(linears) - {output_module or ""})
         return frozenset(
             path
-            for path in paths
+            for path in (*linears, *others)
             if include.matches(path, self.layers)
             and not (self.exclude and self.exclude.matches(path))
+            and not (self.saved and self.saved.matches(path))
         )
 
 

@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
+
+#: Full path of a parameter of the base -> its resident tensor, which must not be written to.
+BaseParameters = Callable[[str], Tensor]
+
+#: Elements of a weight that `dora_gain` works on at a time.
+_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +59,8 @@ class ParameterDelta:
 @dataclass(frozen=True, eq=False)
 class EmbeddingDelta:
     """y += scale * factor * (a[id] b), a [vocab, rank], b [rank, hidden]; `factor` is the
-    embedding's own scaling of its output. With `gain` [hidden] (DoRA): y = gain * y after that."""
+    embedding's own scaling of its output, which y has already. With `gain` [hidden] (DoRA):
+    y = gain * y after that; the factor has no part in the norm that `gain` divides by."""
 
     scale: float
     a: Tensor
@@ -69,6 +77,28 @@ class ReplacedRows:
 
 
 Term = Affine | Replacement | ParameterDelta | EmbeddingDelta | ReplacedRows
+
+
+@torch.inference_mode()
+def dora_gain(
+    magnitude: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool
+) -> Tensor:
+    """magnitude / ‖weight + scale * b a‖, a norm for each output: float32 [out] on the CPU.
+
+    weight [out, in], or [in, out] if `transposed`, on any device; magnitude [out], a [rank, in],
+    b [out, rank]. An embedding is a transposed weight [vocab, hidden], with one norm for each of
+    the hidden features. As in `peft.tuners.lora.dora`.
+    """
+    factors = (a.T, b.T) if transposed else (b, a)
+    left, right = (f.to(weight.device, torch.float32) for f in factors)
+    rows = max(1, _AT_ONCE // weight.shape[1])
+    squares = []
+    for start in range(0, weight.shape[0], rows):
+        part = weight[start : start + rows].to(torch.float32, copy=True)
+        part.addmm_(left[start : start + rows], right, alpha=scale)
+        squares.append(part.square_().sum(0 if transposed else 1))
+    norms = (torch.stack(squares).sum(0) if transposed else torch.cat(squares)).sqrt()
+    return magnitude.float() / norms.cpu()
 
 
 def tensors(term: Term) -> Iterator[Tensor]:

@@ -1,47 +1,47 @@
 """Whether an upload is an adapter that this base serves exactly. Reports every violation at once.
 
-The tensors are the truth and the config must agree with them: every tensor in the file belongs to
-the LoRA pair of one linear of the base, every linear the config means has its pair, and ranks,
-shapes and scales are those PEFT would compute. Needs memory for one chunk of the file, whatever the
-file's size.
+The tensors are the truth and the config must agree with them: every tensor of the file is applied,
+or known not to matter, or refused; all that the config means is there; and ranks, shapes and scales
+are those PEFT would compute. Needs memory for one chunk of the file, whatever the file's size.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from adapters.errors import AdapterRejected, Violation
-from adapters.lora_pairs import LoraPair, find_pairs
+from adapters.expectation import Expectation, expectation
+from adapters.full_tensors import FullTensors, find_full_tensors
+from adapters.layout import layout
+from adapters.lora_pairs import Loras, find_loras
 from adapters.manifest import (
     CONFIG_FILE,
-    PAGE_RANK,
     WEIGHTS_FILE,
     AdapterManifest,
     BaseSpec,
-    ModuleLora,
+    OutputVectors,
 )
-from adapters.pages import page_elements
 from adapters.peft_config import PeftConfig
 from adapters.peft_files import TensorTable, content_digest, read_config, read_header
+from adapters.tensor_contents import Contents
+from adapters.tensor_roles import Roles, find_roles
+from adapters.terms import BaseParameters
 
 #: Violations of one code that are listed one by one; the rest are counted.
 MAX_LISTED = 16
-READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Limits:
     """What an adapter may ask for.
 
-    `max_pages_bytes` is the room of the device pool, whose elements have `element_bytes` each: an
-    adapter that could never be resident is refused, as is one with values that the pool's `dtype`
-    cannot hold. `max_scale` is the largest float16, so that every serving dtype can hold the scale.
+    `max_rank` holds for each LoRA, that of an embedding or of one expert too. `max_pages_bytes` is
+    the room of the device pool, whose elements have `element_bytes` each: an adapter that could
+    never be resident is refused, as is one with values that the pool's `dtype` cannot hold.
+    `max_scale` is the largest float16, so that every serving dtype can hold the scale.
     """
 
     max_rank: int = 256
@@ -52,47 +52,61 @@ class Limits:
 
 
 def validate(
-    folder: Path, base: BaseSpec, limits: Limits, notes: Sequence[str] = ()
+    folder: Path,
+    base: BaseSpec,
+    limits: Limits,
+    notes: Sequence[str] = (),
+    *,
+    parameters: BaseParameters | None = None,
 ) -> AdapterManifest:
     """The manifest of the adapter in `folder`, which holds CONFIG_FILE and WEIGHTS_FILE.
 
-    `notes` go in front of the manifest's warnings. Raises AdapterRejected with all violations.
+    `notes` go in front of the manifest's warnings. `parameters` are the resident base's: without
+    them, copies of the base's weights that PEFT keeps beside LoRA of embedding and head are
+    refused. Raises AdapterRejected with all violations.
     """
     report = _Report()
     config: PeftConfig | None = None
     table: TensorTable | None = None
-    pairs: list[LoraPair] = []
     try:
         config = read_config(folder / CONFIG_FILE)
         report.extend(config.violations)
         report.extend(_layer_violations(config, base))
+        report.extend(_invocation_violations(config, base))
     except AdapterRejected as error:
         report.extend(error.violations)
     try:
         table = read_header(folder / WEIGHTS_FILE)
-        pairs, violations = find_pairs(table, base)
-        report.extend(violations)
-        report.extend(_size_violations(pairs, base, limits))
-        report.extend(_non_finite(folder / WEIGHTS_FILE, table, limits.dtype))
     except AdapterRejected as error:
         report.extend(error.violations)
-    if config is not None and table is not None:
-        report.extend(_target_violations(config, base, pairs))
-        report.extend(_rank_violations(config, pairs))
-        report.extend(_scale_violations(config, pairs, limits))
+    if table is None:
+        report.raise_if_any()
+    assert table is not None
+    contents = Contents(folder / WEIGHTS_FILE, parameters)
+    roles = find_roles(table, base)
+    report.extend(roles.violations)
+    expected = expectation(config, base, roles) if config is not None else None
+    loras = find_loras(roles, base, config, expected)
+    full, twins = FullTensors(), list[tuple[str, str]]()
+    try:
+        twins = _equal_twins(roles, contents, report)
+        if config is not None and expected is not None:
+            full = find_full_tensors(roles, base, config, expected, loras, contents)
+            report.extend(expected.violations)
+            report.extend(_reach_violations(config, expected, full, base))
+        report.extend((*loras.violations, *full.violations))
+        report.extend(contents.non_finite(table, limits.dtype))
+    except AdapterRejected as error:
+        report.extend(error.violations)
+    report.extend(_limit_violations(loras, limits))
+    full.unused += twins
+    manifest = _manifest(base, table, config or PeftConfig(), roles, loras, full)
+    report.extend(_size_violations(manifest, base, limits))
     report.raise_if_any()
-    assert config is not None and table is not None
-    modules = tuple(_module(pair, config) for pair in pairs)
-    return AdapterManifest(
+    assert config is not None
+    return replace(
+        manifest,
         digest=content_digest(folder),
-        modules=modules,
-        parameters=sum(math.prod(tensor.shape) for tensor in table.tensors),
-        weights_bytes=table.nbytes,
-        dtypes=tuple(sorted({tensor.dtype for tensor in table.tensors})),
-        max_rank=max(module.rank for module in modules),
-        base_name=base.name,
-        base_digest=base.digest,
-        base_model=config.base_model,
         warnings=(*notes, *config.warnings, *_warnings(config, base)),
     )
 
@@ -121,61 +135,6 @@ class _Report:
         raise AdapterRejected(violations)
 
 
-# For each stored dtype, its bits as an unsigned integer; for each served one, the least bits (but
-# for the sign) that are NaN, infinite, or round to infinity in it.
-_BITS: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype("<u4"),
-    "F16": np.dtype("<u2"),
-    "BF16": np.dtype("<u2"),
-}
-_TOO_LARGE = {
-    "float32": {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80},
-    "bfloat16": {"F32": 0x7F7F_8000, "F16": 0x7C00, "BF16": 0x7F80},
-    "float16": {"F32": 0x477F_F000, "F16": 0x7C00, "BF16": 0x4780},
-}
-
-
-def _non_finite(path: Path, table: TensorTable, served: str) -> Iterator[Violation]:
-    """One violation for each tensor of a served dtype with a value that `served` cannot hold."""
-    with open(path, "rb", buffering=0) as file:
-        for tensor in table.tensors:
-            if tensor.dtype not in _BITS:
-                continue
-            dtype = _BITS[tensor.dtype]
-            magnitude, least = np.iinfo(dtype).max >> 1, _TOO_LARGE[served][tensor.dtype]
-            file.seek(tensor.offset)
-            left, bad = tensor.nbytes, 0
-            while left:
-                chunk = file.read(min(left, READ_BYTES))
-                if not chunk or len(chunk) % dtype.itemsize:
-                    message = "was cut while it was read"
-                    raise AdapterRejected([Violation("corrupt_adapter", path.name, message)])
-                bits = np.frombuffer(chunk, dtype)
-                bad += int(np.count_nonzero((bits & magnitude) >= least))
-                left -= len(chunk)
-            if bad:
-                message = f"holds {bad} values that are NaN, infinite or too large for {served}"
-                yield Violation("non_finite_weights", tensor.name, message)
-
-
-def _size_violations(pairs: list[LoraPair], base: BaseSpec, limits: Limits) -> Iterator[Violation]:
-    ranks: dict[int, int] = {}
-    for pair in pairs:
-        rank = pair.rank or 0
-        ranks[pair.target] = max(ranks.get(pair.target, 0), rank)
-        if rank > limits.max_rank:
-            message = f"has rank {rank}; at most {limits.max_rank} is served"
-            yield Violation("rank_over_limit", pair.module, message)
-    pages = {target: -(-rank // PAGE_RANK) for target, rank in ranks.items()}
-    elements = sum(count * page_elements(base.targets[t]) for t, count in pages.items())
-    if elements * limits.element_bytes > limits.max_pages_bytes:
-        message = (
-            f"needs {elements * limits.element_bytes} bytes on the device; "
-            f"there are {limits.max_pages_bytes} for all adapters together"
-        )
-        yield Violation("adapter_too_large", WEIGHTS_FILE, message)
-
-
 def _layer_violations(config: PeftConfig, base: BaseSpec) -> Iterator[Violation]:
     if config.targets is None or config.targets.layers is None:
         return
@@ -188,57 +147,105 @@ def _layer_violations(config: PeftConfig, base: BaseSpec) -> Iterator[Violation]
         yield Violation("layer_out_of_range", "layers_to_transform", message)
 
 
-def _target_violations(
-    config: PeftConfig, base: BaseSpec, pairs: list[LoraPair]
-) -> Iterator[Violation]:
-    """Where the config's targets and the file's modules differ."""
-    if config.targets is None:
-        return
-    targeted = config.targets.select(base.module_index, base.output_module)
-    present = {pair.module for pair in pairs}
-    for pair in pairs:
-        if pair.module not in targeted:
-            message = "is in the file, but the config's targets do not cover it"
-            yield Violation("module_not_targeted", pair.module, message)
-    for path in base.module_index:
-        if path in targeted and path not in present:
-            message = "is targeted by the config, but has no tensors in the file"
-            yield Violation("incomplete_adapter", path, message)
+def _manifest(
+    base: BaseSpec,
+    table: TensorTable,
+    config: PeftConfig,
+    roles: Roles,
+    loras: Loras,
+    full: FullTensors,
+) -> AdapterManifest:
+    """Of what is valid, still without digest and warnings."""
+    linears = {**loras.magnitudes, **loras.biases, **full.biases}
+    vectors = (
+        OutputVectors(
+            path, *(keys.get(path) for keys in (loras.magnitudes, loras.biases, full.biases))
+        )
+        for path in sorted(linears, key=base.module_index.__getitem__)
+    )
+    return AdapterManifest(
+        digest="",
+        modules=tuple(loras.modules),
+        parameters=sum(math.prod(tensor.shape) for tensor in table.tensors),
+        weights_bytes=table.nbytes,
+        dtypes=tuple(sorted({tensor.dtype for tensor in table.tensors})),
+        max_rank=max(loras.ranks.values(), default=0),
+        base_name=base.name,
+        base_digest=base.digest,
+        base_model=config.base_model,
+        vectors=tuple(vectors),
+        embeddings=tuple(loras.embeddings),
+        replaced=tuple(full.parameters()),
+        parameter_loras=tuple(loras.parameters),
+        token_rows=tuple(full.token_rows),
+        vocab_size=full.vocab_size,
+        invocation=config.invocation,
+        mapped=_joined((*roles.mapped, *loras.mapped)),
+        unused=tuple(full.unused),
+    )
 
 
-def _rank_violations(config: PeftConfig, pairs: list[LoraPair]) -> Iterator[Violation]:
-    if config.rank is None or config.rank_pattern is None:
-        return
-    for pair in pairs:
-        rank = config.rank_pattern.get(pair.module, config.rank)
-        if pair.rank not in (None, rank):
-            message = f"has rank {pair.rank} in the file, but {rank} in the config"
-            yield Violation("rank_mismatch", pair.module, message)
+def _equal_twins(roles: Roles, contents: Contents, report: _Report) -> list[tuple[str, str]]:
+    """Tensors that say again what another says, as PEFT itself saves some."""
+    unused = []
+    for tensor, twin in roles.twins:
+        if contents.same(tensor, twin):
+            unused.append((tensor.name, f"says the same as {twin.name!r}"))
+        else:
+            message = f"means the same tensor as {twin.name!r}, but differs from it"
+            report.extend([Violation("duplicate_tensor", tensor.name, message)])
+    return unused
 
 
-def _scale_violations(
-    config: PeftConfig, pairs: list[LoraPair], limits: Limits
-) -> Iterator[Violation]:
-    for pair in pairs:
-        scale = _scale(pair, config)
-        if scale is not None and scale > limits.max_scale:
+def _joined(notes: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """One note for each tensor."""
+    by_name: dict[str, list[str]] = {}
+    for name, note in notes:
+        by_name.setdefault(name, []).append(note)
+    return tuple((name, "; ".join(of_one)) for name, of_one in by_name.items())
+
+
+def _limit_violations(loras: Loras, limits: Limits) -> Iterator[Violation]:
+    for subject, rank in loras.ranks.items():
+        if rank > limits.max_rank:
+            message = f"has rank {rank}; at most {limits.max_rank} is served"
+            yield Violation("rank_over_limit", subject, message)
+    for subject, scale in loras.scales.items():
+        if scale > limits.max_scale:
             message = f"has the scale {scale:g}; at most {limits.max_scale:g} is served"
-            yield Violation("scale_over_limit", pair.module, message)
+            yield Violation("scale_over_limit", subject, message)
 
 
-def _scale(pair: LoraPair, config: PeftConfig) -> float | None:
-    """alpha / rank, or alpha / sqrt(rank) under rank-stabilised LoRA, as PEFT has it."""
-    if pair.rank is None or config.alpha is None or config.alpha_pattern is None:
-        return None
-    alpha = config.alpha_pattern.get(pair.module, config.alpha)
-    return alpha / (math.sqrt(pair.rank) if config.use_rslora else pair.rank)
+def _size_violations(
+    manifest: AdapterManifest, base: BaseSpec, limits: Limits
+) -> Iterator[Violation]:
+    placeable = [lora for lora in manifest.modules if lora.module in base.module_index]
+    needed = layout(replace(manifest, modules=tuple(placeable)), base).elements
+    if needed * limits.element_bytes > limits.max_pages_bytes:
+        message = (
+            f"needs {needed * limits.element_bytes} bytes on the device; "
+            f"there are {limits.max_pages_bytes} for all adapters together"
+        )
+        yield Violation("adapter_too_large", WEIGHTS_FILE, message)
 
 
-def _module(pair: LoraPair, config: PeftConfig) -> ModuleLora:
-    scale = _scale(pair, config)
-    assert pair.rank is not None and scale is not None
-    a, b = pair.tensors["A"].name, pair.tensors["B"].name
-    return ModuleLora(module=pair.module, rank=pair.rank, scale=scale, a_key=a, b_key=b)
+def _invocation_violations(config: PeftConfig, base: BaseSpec) -> Iterator[Violation]:
+    for token in sorted(set(config.invocation)):
+        if token >= base.vocab_size:
+            message = f"names token {token}; the base has {base.vocab_size}"
+            yield Violation("token_out_of_range", "alora_invocation_tokens", message)
+
+
+def _reach_violations(
+    config: PeftConfig, expected: Expectation, full: FullTensors, base: BaseSpec
+) -> Iterator[Violation]:
+    """What an activated LoRA would change before its invocation."""
+    if not config.invocation:
+        return
+    message = "cannot belong to an activated LoRA (alora_invocation_tokens), which adapts linears"
+    paths = [base.embedding] if expected.embedding else []
+    for path in (*paths, *full.replaced):
+        yield Violation("invalid_combination", path, message)
 
 
 def _warnings(config: PeftConfig, base: BaseSpec) -> Iterator[str]:

@@ -9,10 +9,14 @@ import uuid
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from adapters.errors import AdapterRejected, AdapterUnavailable
 from api.errors import Missing
-from api.records import adapter_record
+from api.examination import report_of
+from api.records import adapter_record, version_record
 from api.services import services_of, tenant_of
-from registry.errors import NotFound, RegistryUnavailable
+from registry.errors import NotFound, RegistryUnavailable, WrongBase
+from registry.records import Version
+from registry.routing import fits
 
 
 async def list_adapters(request: Request) -> Response:
@@ -28,6 +32,30 @@ async def get_adapter(request: Request) -> Response:
     if adapter is None:
         raise _missing(name)
     return JSONResponse(adapter_record(adapter))
+
+
+async def get_version(request: Request) -> Response:
+    """GET /v1/adapters/{name}/versions/{number}"""
+    name, version = _version(request)
+    return JSONResponse(version_record(name, version))
+
+
+async def get_report(request: Request) -> Response:
+    """GET /v1/adapters/{name}/versions/{number}/report"""
+    services = services_of(request)
+    name, version = _version(request)
+    if not fits(version, services.engine.base):
+        raise WrongBase(
+            f"Version {version.number} of {name!r} was uploaded for the base "
+            f"{version.manifest.base_name!r}; the report can be made while that one is served."
+        )
+    try:
+        folder = services.blobs.open(version.digest)
+        report = await asyncio.to_thread(report_of, services.engine, folder, version.manifest)
+    except (NotFound, AdapterRejected, OSError) as error:
+        raise AdapterUnavailable(f"version {version.number} of {name!r}: {error}") from error
+    body = {"object": "adapter.report", "name": name, "version": version.number, "report": report}
+    return JSONResponse(body)
 
 
 async def delete_adapter(request: Request) -> Response:
@@ -48,6 +76,18 @@ async def delete_adapter(request: Request) -> Response:
         for digest in digests - services.store.snapshot.digests():
             services.engine.forget(digest)
     return JSONResponse({"object": "adapter.deleted", "name": name, "deleted": True})
+
+
+def _version(request: Request) -> tuple[str, Version]:
+    name, number = request.path_params["name"], request.path_params["number"]
+    adapter = services_of(request).store.snapshot.find(tenant_of(request), name)
+    if adapter is None:
+        raise _missing(name)
+    for version in adapter.versions:
+        if str(version.number) == number:
+            return name, version
+    message = f"The adapter {name[:200]!r} has no version {number[:20]!r}."
+    raise Missing(message, code="adapter_not_found")
 
 
 def _missing(name: str) -> Missing:

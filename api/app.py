@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from api import adapter_routes, completions, health, models, steps, uploads
+from api import adapter_routes, completions, compositions, health, models, steps, uploads
 from api.errors import FAULTS, error_response
 from api.metrics import Metrics
 from api.middleware import AnswerFailures, CountRequests, LogRequests, RequestId
@@ -42,6 +42,9 @@ ROUTES = [
     Route("/v1/adapters", uploads.create_adapter, methods=["POST"]),
     Route("/v1/adapters/{name}", adapter_routes.get_adapter, methods=["GET"]),
     Route("/v1/adapters/{name}", adapter_routes.delete_adapter, methods=["DELETE"]),
+    Route("/v1/adapters/{name}/versions/{number}", adapter_routes.get_version),
+    Route("/v1/adapters/{name}/versions/{number}/report", adapter_routes.get_report),
+    Route("/v1/compositions", compositions.create_composition, methods=["POST"]),
     Route("/v1/engine/steps", steps.list_steps),
     Route("/live", health.live),
     Route("/ready", health.ready),

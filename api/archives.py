@@ -1,4 +1,4 @@
-"""The two adapter files out of a .zip or .tar.gz, without trusting a byte of it.
+"""The files of an adapter out of a .zip or .tar.gz, without trusting a byte of it.
 
 Members are picked by name and copied to files of our own naming; nothing is extracted to a path
 from the archive. Every size is counted while it is read, so that a bomb stops at the limit.
@@ -15,6 +15,7 @@ import zlib
 from pathlib import Path
 from typing import IO, Any
 
+from adapters.tokenizer_files import TOKENIZER_FILES
 from api.members import MAX_MEMBERS, Members
 
 #: Endings of the archives that are read.
@@ -58,6 +59,8 @@ def unpack(archive: Path, name: str, folder: Path, limit: int, members: Members)
         ValueError,
     ):
         members.refuse("archive_unreadable", name, "is damaged or not an archive of this kind")
+    for misplaced in members.misplaced:
+        (folder / misplaced).unlink(missing_ok=True)
 
 
 def _unpack_zip(archive: Path, folder: Path, limit: int, members: Members) -> None:
@@ -66,7 +69,8 @@ def _unpack_zip(archive: Path, folder: Path, limit: int, members: Members) -> No
         if len(entries) > MAX_MEMBERS:
             raise _Refused(f"holds {len(entries)} members; at most {MAX_MEMBERS} are taken")
         left = limit
-        for entry in entries:
+        # The adapter's files first: they tell from which folder tokenizer files are taken.
+        for entry in sorted(entries, key=lambda entry: _base(entry) in TOKENIZER_FILES):
             if entry.orig_filename.endswith("/"):
                 continue
             # zipfile cuts `filename` at a NUL; the original shows what was really meant.
@@ -77,6 +81,10 @@ def _unpack_zip(archive: Path, folder: Path, limit: int, members: Members) -> No
             elif wanted is not None:
                 with opened.open(entry) as source:
                     left -= _copy(source, folder / wanted, left)
+
+
+def _base(entry: zipfile.ZipInfo) -> str:
+    return entry.orig_filename.rpartition("/")[2]
 
 
 def _zip_problem(entry: zipfile.ZipInfo, left: int) -> str | None:

@@ -7,15 +7,12 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from adapters.errors import AdapterUnavailable
-from adapters.manifest import AdapterRef
 from api.answers import Answer, ChatAnswer, CompletionAnswer
 from api.body import read_body
 from api.choices import Choice, Delta, merge
@@ -24,9 +21,8 @@ from api.errors import BadRequest
 from api.schemas import MAX_SEQUENCES, ChatRequest, CompletionRequest, Sampling, decode
 from api.services import Services, services_of, tenant_of
 from api.sse import EventStream
+from api.targets import Target, find_target
 from base_engine.request import GenerateRequest
-from registry.errors import NotFound
-from registry.routing import Route, resolve
 
 #: Longer texts are tokenized in a thread, so that the streams of others keep flowing.
 _LONG_TEXT = 8192
@@ -37,12 +33,13 @@ async def chat_completions(request: Request) -> Response:
     services = services_of(request)
     body = decode(await read_body(request, services.settings.max_body), ChatRequest)
     request.scope["model"] = body.model  # for the access log
-    target = _target(services, tenant_of(request), body.model)
+    target = await find_target(services, tenant_of(request), body)
     messages = body.template_messages()
-    _check_text(services, "messages", sum(len(message["content"]) for message in messages))
+    _check_text(services, target, "messages", sum(len(m["content"]) for m in messages))
     length = sum(len(text) for message in messages for text in message.values())
-    encode = services.engine.tokenizer.encode_chat
-    ids = encode(messages) if length <= _LONG_TEXT else await asyncio.to_thread(encode, messages)
+    encode = target.tokenizer.encode_chat
+    at_once = length <= _LONG_TEXT and not target.own_template
+    ids = encode(messages) if at_once else await asyncio.to_thread(encode, messages)
     return await _answer(request, services, body, target, [ids], ChatAnswer)
 
 
@@ -51,61 +48,21 @@ async def completions(request: Request) -> Response:
     services = services_of(request)
     body = decode(await read_body(request, services.settings.max_body), CompletionRequest)
     request.scope["model"] = body.model  # for the access log
-    target = _target(services, tenant_of(request), body.model)
+    target = await find_target(services, tenant_of(request), body)
     prompts = body.prompts()
     length = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    ids = [await _prompt_ids(services, prompt, length > _LONG_TEXT) for prompt in prompts]
+    ids = [await _prompt_ids(services, target, prompt, length > _LONG_TEXT) for prompt in prompts]
     return await _answer(request, services, body, target, ids, CompletionAnswer)
 
 
-@dataclass(frozen=True)
-class _Target:
-    """Who answers. `adapter` None is the base."""
-
-    route: Route
-    adapter: AdapterRef | None
-    salt: str
-
-    @property
-    def answered_by(self) -> str:
-        return self.adapter.name if self.adapter is not None else "base"
-
-    @property
-    def fingerprint(self) -> str:
-        return "fp_" + (self.adapter.digest[:16] if self.adapter is not None else "base")
-
-    @property
-    def headers(self) -> dict[str, str]:
-        version = self.route.version
-        if version is None:
-            return {}
-        return {
-            "x-lorikeet-adapter-version": str(version.number),
-            "x-lorikeet-adapter-digest": version.digest,
-        }
-
-
-def _target(services: Services, tenant: str, model: str) -> _Target:
-    """Resolve `model` and have its adapter fetched. Raises NotFound, AdapterUnavailable."""
-    route = resolve(services.store.snapshot, tenant, model, services.engine.base)
-    if route.adapter is None or route.version is None:
-        return _Target(route, None, tenant)
-    try:
-        folder = services.blobs.open(route.version.digest)
-    except NotFound as error:
-        raise AdapterUnavailable(str(error)) from error
-    name = f"{route.adapter.name}@{route.version.number}"
-    adapter = AdapterRef(route.version.digest, name, folder, route.version.manifest)
-    services.engine.prefetch(adapter)
-    return _Target(route, adapter, tenant)
-
-
-async def _prompt_ids(services: Services, prompt: str | list[int], in_thread: bool) -> list[int]:
+async def _prompt_ids(
+    services: Services, target: Target, prompt: str | list[int], in_thread: bool
+) -> list[int]:
     if isinstance(prompt, str):
-        _check_text(services, "prompt", len(prompt))
-        encode = services.engine.tokenizer.encode
+        _check_text(services, target, "prompt", len(prompt))
+        encode = target.tokenizer.encode
         return await asyncio.to_thread(encode, prompt) if in_thread else encode(prompt)
-    vocab = services.engine.base.vocab_size
+    vocab = target.vocab_size
     # What is longer than the context is refused for its length.
     for token_id in prompt[: services.engine.max_length]:
         if not 0 <= token_id < vocab:
@@ -118,12 +75,12 @@ async def _answer(
     request: Request,
     services: Services,
     body: ChatRequest | CompletionRequest,
-    target: _Target,
+    target: Target,
     prompts: list[list[int]],
     kind: type[Answer],
 ) -> Response:
     started = time.monotonic()
-    _check(services, body, prompts)
+    _check(services, target, body, prompts)
     answer_id = ("chatcmpl-" if kind is ChatAnswer else "cmpl-") + uuid.uuid4().hex
     choices = _submit(services, body, target, prompts, answer_id)
     answer = kind(
@@ -134,7 +91,7 @@ async def _answer(
         answered_by=target.answered_by,
         prompts=prompts,
         choices=choices,
-        tokenizer=services.engine.tokenizer,
+        tokenizer=target.tokenizer,
         include_usage=body.include_usage,
         with_trace=request.headers.get("x-lorikeet-trace") in ("1", "true"),
     )
@@ -156,9 +113,9 @@ async def _answer(
     )
 
 
-def _check_text(services: Services, param: str, length: int) -> None:
+def _check_text(services: Services, target: Target, param: str, length: int) -> None:
     """Refuse a text that is too long whatever its tokens are, before seconds go into them."""
-    longest = services.engine.tokenizer.longest_token
+    longest = target.tokenizer.longest_token
     limit = services.engine.max_length
     if longest is not None and length > longest * limit:
         message = (
@@ -168,7 +125,9 @@ def _check_text(services: Services, param: str, length: int) -> None:
         raise BadRequest(message, param, "context_length_exceeded")
 
 
-def _check(services: Services, body: Sampling, prompts: Sequence[Sequence[int]]) -> None:
+def _check(
+    services: Services, target: Target, body: Sampling, prompts: Sequence[Sequence[int]]
+) -> None:
     """Refuse what can never run. Raises BadRequest."""
     param = "messages" if isinstance(body, ChatRequest) else "prompt"
     limit = services.engine.max_length
@@ -188,7 +147,7 @@ def _check(services: Services, body: Sampling, prompts: Sequence[Sequence[int]])
             "sequences are taken at once."
         )
         raise BadRequest(message, "n")
-    vocab = services.engine.base.vocab_size
+    vocab = target.vocab_size
     for token_id in body.stop_token_ids or ():
         if token_id >= vocab:
             message = f"stop_token_ids: {token_id} is outside the vocabulary, 0 to {vocab - 1}."
@@ -198,12 +157,11 @@ def _check(services: Services, body: Sampling, prompts: Sequence[Sequence[int]])
 def _submit(
     services: Services,
     body: Sampling,
-    target: _Target,
+    target: Target,
     prompts: Sequence[Sequence[int]],
     answer_id: str,
 ) -> list[Choice]:
     """All choices or none. Raises QueueFull, EngineStopped."""
-    tokenizer = services.engine.tokenizer
     follows_text = isinstance(body, CompletionRequest)
     choices: list[Choice] = []
     try:
@@ -213,8 +171,8 @@ def _submit(
                 generate = GenerateRequest(
                     request_id=f"{answer_id}-{len(choices)}",
                     prompt_ids=tuple(ids),
-                    sampling=body.sampling(room, number),
-                    adapter=target.adapter,
+                    sampling=target.sampling(body, room, number),
+                    adapters=target.adapters,
                     salt=target.salt,
                 )
                 generation = services.engine.submit(generate)
@@ -223,7 +181,7 @@ def _submit(
                         len(choices),
                         prompt,
                         generation,
-                        tokenizer,
+                        target.tokenizer,
                         body.stops,
                         continues=follows_text,
                     )

@@ -27,7 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from adapters.errors import AdapterRejected, AdapterUnavailable
-from base_engine.errors import EngineStopped, PromptTooLong, QueueFull, StepFailed
+from base_engine.errors import EngineStopped, NotInvoked, PromptTooLong, QueueFull, StepFailed
 from base_engine.sampler import LogitsNotFinite
 from base_engine.tokenizer import ChatTemplateError, ChatTemplateMissing
 from registry.errors import Conflict, InvalidName, NotFound, RegistryUnavailable, StorageFull
@@ -96,6 +96,7 @@ FAULTS: tuple[tuple[type[Exception], Fault], ...] = (
     (ClientDisconnect, Fault(400, _INVALID, "client_disconnected", "The client went away.")),
     (ChatTemplateMissing, Fault(400, _INVALID, "chat_template_missing")),
     (ChatTemplateError, Fault(400, _INVALID, "chat_template_error")),
+    (NotInvoked, Fault(400, _INVALID, "adapter_not_invoked")),
     (InvalidName, Fault(400, _INVALID, "invalid_name", param="name")),
     (PromptTooLong, Fault(400, _INVALID, "context_length_exceeded")),
     (NotFound, Fault(404, _INVALID, "model_not_found", param="model")),
@@ -152,7 +153,7 @@ def fault_of(error: Exception) -> Fault:
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """OpenAI's envelope for `error`; a refused adapter adds the list of all its violations."""
+    """OpenAI's envelope for `error`; a refused adapter adds all its violations and its report."""
     fault = fault_of(error)
     body: dict[str, Any] = {
         "message": fault.message or str(error),
@@ -162,6 +163,8 @@ def error_body(error: Exception) -> dict[str, Any]:
     }
     if isinstance(error, AdapterRejected):
         body["violations"] = [msgspec.to_builtins(v) for v in error.violations]
+        if error.report is not None:
+            return {"error": body, "report": error.report}
     return {"error": body}
 
 

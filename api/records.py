@@ -10,7 +10,8 @@ from registry.records import Adapter, Version
 def version_record(name: str, version: Version) -> dict[str, Any]:
     """One version of the adapter `name`. `rank` is its largest, `bytes` the size of its weights.
 
-    `base` is the base it was uploaded for, `base_model` what its config names.
+    `base` is the base it was uploaded for, `base_model` what its config names; `effect` is the
+    largest change of a logit that was seen before it was accepted.
     """
     manifest = version.manifest
     return {
@@ -20,12 +21,13 @@ def version_record(name: str, version: Version) -> dict[str, Any]:
         "digest": version.digest,
         "created": version.created,
         "rank": manifest.max_rank,
-        "targets": sorted({module.module.rsplit(".", 1)[-1] for module in manifest.modules}),
+        "targets": sorted({path.rsplit(".", 1)[-1] for path in manifest.adapted}),
         "parameters": manifest.parameters,
         "bytes": manifest.weights_bytes,
         "dtypes": list(manifest.dtypes),
         "base": manifest.base_name,
         "base_model": manifest.base_model,
+        "effect": manifest.effect,
         "warnings": list(manifest.warnings),
     }
 

@@ -16,6 +16,8 @@ from api.refusals import refusal
 from base_engine.request import SamplingParams
 
 MAX_CHOICES = 16
+MAX_ADAPTERS = 8
+MAX_WEIGHT = 100.0
 MAX_PROMPTS = 64
 MAX_SEQUENCES = 128
 MAX_MESSAGES = 4096
@@ -56,10 +58,20 @@ class Message(Struct, forbid_unknown_fields=True, frozen=True):
     audio: Any = UNSET
 
 
+class AdapterChoice(Struct, forbid_unknown_fields=True, frozen=True):
+    """One adapter of a weighted sum; `name` as in `model`."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=512)]
+    weight: Annotated[float, Meta(ge=-MAX_WEIGHT, le=MAX_WEIGHT)] = 1.0
+
+
 class Sampling(Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """The fields that both routes share."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
+    adapters: Annotated[list[AdapterChoice], Meta(min_length=1, max_length=MAX_ADAPTERS)] | None = (
+        None
+    )
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from adapters.errors import AdapterRejected
 from adapters.manifest import CONFIG_FILE, WEIGHTS_FILE
+from api.examination import Upload, examine
 from api.members import Members
+from api.publication import publish, staged
 from api.services import DEFAULT_TENANT, Services
-from api.uploads import inspect, publish, staged
 from registry.routing import check_name, fits
 
 _SEEDED_FILE = "seeded.json"
@@ -58,7 +59,8 @@ async def _publish(services: Services, source: Path) -> None:
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             members.select(name)
             await asyncio.to_thread(shutil.copyfile, source / name, staging.path / name)
-        manifest = await asyncio.to_thread(inspect, services, staging.path, None, members)
+        upload = Upload(DEFAULT_TENANT, source.name, staging.path, members)
+        manifest = await examine(services.engine, services.settings, upload)
         request_id = f"seed:{source.name}:{manifest.digest[:16]}:{manifest.base_digest[:16]}"
         await publish(services, staging, DEFAULT_TENANT, source.name, manifest, request_id)
 

@@ -101,6 +101,9 @@ class Settings:
     max_upload: ByteSize = _setting(1 << 30, "largest upload, also unpacked", low=1 << 10)
     max_body: ByteSize = _setting(4 << 20, "largest JSON body", low=1 << 10)
     max_rank: int = _setting(256, "largest LoRA rank taken", low=1, high=4096)
+    adapter_tokenizers: str | None = _setting(
+        None, "tenants whose uploads may bring added tokens and a chat template, or * for all"
+    )
     max_running: int = _setting(32, "sequences generated at once", low=1, high=4096)
     max_waiting: int = _setting(256, "sequences queued before 429", low=1, high=1 << 16)
     step_tokens: int = _setting(256, "tokens in one forward pass", low=1, high=1 << 16)
@@ -145,6 +148,11 @@ class Settings:
         if self.model_name:
             return self.model_name
         return Path(self.model).resolve().name if Path(self.model).is_dir() else self.model
+
+    def may_bring_tokenizer(self, tenant: str) -> bool:
+        """Whether added tokens and chat templates in the tenant's uploads are used."""
+        allowed = [name.strip() for name in (self.adapter_tokenizers or "").split(",")]
+        return "*" in allowed or tenant in allowed
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(

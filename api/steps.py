@@ -35,11 +35,15 @@ def _step(step: StepRecord, names: dict[str, str]) -> dict[str, Any]:
         "seconds": step.seconds,
         "prefill_tokens": step.prefill_tokens,
         "decode_tokens": step.decode_tokens,
-        "tokens": {
-            digest if digest == "base" else names.get(digest, f"sha256:{digest}"): count
-            for digest, count in step.tokens.items()
-        },
+        "tokens": {_names(digests, names): count for digests, count in step.tokens.items()},
     }
+
+
+def _names(digests: str, names: dict[str, str]) -> str:
+    """Several weighted adapters of one row are joined by "+"."""
+    if digests == "base":
+        return digests
+    return "+".join(sorted(names.get(d, f"sha256:{d}") for d in digests.split("+")))
 
 
 def _limit(request: Request, most: int) -> int:

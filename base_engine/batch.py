@@ -17,9 +17,10 @@ from base_engine.sequence import Chunk
 class Batch(NamedTuple):
     """A flattened ragged batch of T tokens, of which R need logits.
 
-    `chunks` are in row order: sorted by adapter, so that each adapter is one segment. `rows` and
-    `head` are the adapter segments over the T tokens and over the R logit rows. `sampling` are
-    the chunks whose logits were asked for, in order.
+    `chunks` are in row order: sorted by adapters, so that each adapter is one segment. `runs` and
+    `head_runs` tell which adapters the T tokens and the R logit rows have, `rows` and `head` are
+    the segments made of them. `sampling` has the chunk of each logit row: most chunks have one
+    or none, a request for logits one for each of its tokens.
     """
 
     chunks: list[Chunk]
@@ -27,6 +28,8 @@ class Batch(NamedTuple):
     input_ids: Tensor
     positions: Tensor
     logit_rows: Tensor
+    runs: list[Run]
+    head_runs: list[Run]
     rows: Segments
     head: Segments
     attention: StepAttention
@@ -36,27 +39,43 @@ def build_batch(
     chunks: Iterable[Chunk], base: BaseSpec, cache: KVCache, device: torch.device
 ) -> Batch:
     """Lay out `chunks` as one batch on `device`."""
-    ordered = sorted(chunks, key=lambda chunk: (chunk.sequence.digest or "", chunk.count))
-    sampling = [chunk for chunk in ordered if chunk.samples]
+    ordered = sorted(chunks, key=lambda chunk: (chunk.sequence.key, chunk.count))
+    sampling: list[Chunk] = []
     ids: list[int] = []
     positions: list[int] = []
     logit_rows: list[int] = []
     runs: list[Run] = []
+    head_runs: list[Run] = []
     for chunk in ordered:
         end = chunk.start + chunk.count
-        runs.append(Run(len(ids), len(ids) + chunk.count, chunk.sequence.resident))
+        needed = chunk.logit_rows
+        runs += _runs(chunk, range(chunk.count), len(ids))
+        if needed:
+            head_runs += _runs(chunk, needed, len(logit_rows))
+            logit_rows += [len(ids) + row for row in needed]
+            sampling += [chunk] * len(needed)
         ids += chunk.sequence.tokens[chunk.start : end]
         positions += range(chunk.start, end)
-        if chunk.samples:
-            logit_rows.append(len(ids) - 1)
-    head_runs = [Run(row, row + 1, chunk.sequence.resident) for row, chunk in enumerate(sampling)]
     return Batch(
         chunks=ordered,
         sampling=sampling,
         input_ids=torch.tensor(ids, device=device),
         positions=torch.tensor(positions, device=device),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        runs=runs,
+        head_runs=head_runs,
         rows=Segments.build(runs, base, device),
         head=Segments.build(head_runs, base, device),
         attention=StepAttention(cache, ordered),
     )
+
+
+def _runs(chunk: Chunk, tokens: range, first: int) -> list[Run]:
+    """The runs of a chunk's `tokens` (counted from its first), laid out from row `first` on."""
+    sequence, end = chunk.sequence, first + len(tokens)
+    turn = first + max(0, sequence.activation - chunk.start - tokens.start)
+    if turn == first:
+        return [Run(first, end, sequence.parts)]
+    if turn >= end:
+        return [Run(first, end, ())]
+    return [Run(first, turn, ()), Run(turn, end, sequence.parts)]

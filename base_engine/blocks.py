@@ -14,12 +14,20 @@ class CachedPrefix(NamedTuple):
     node: Hashable
 
 
+class Branch(NamedTuple):
+    """From block `first` on, the keys and values of a sequence depend on `label` too."""
+
+    first: int
+    label: Hashable
+
+
 class BlockPool:
     """Hands out KV blocks, counts their users and finds blocks that hold a known prefix.
 
     A cached block is known by its parent node and its own tokens. The root node is a tuple of all
-    else that the KV values depend on (tenant salt, adapter digest); deeper nodes are numbers that
-    are never reused, so a match is exact: nothing is hashed down to a digest that could collide.
+    else that the KV values depend on (tenant salt, adapters); deeper nodes are numbers that are
+    never reused, so a match is exact: nothing is hashed down to a digest that could collide.
+    Blocks below the root None are neither found nor kept.
     A block without users keeps its content until it is needed, least recently used first.
     """
 
@@ -48,17 +56,20 @@ class BlockPool:
         """Blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_size)
 
-    def match(self, root: Hashable, tokens: Sequence[int]) -> CachedPrefix:
+    def match(
+        self, root: Hashable, tokens: Sequence[int], branch: Branch | None = None
+    ) -> CachedPrefix:
         """The longest cached prefix of `tokens`, whole blocks only, not yet taken.
 
         At least the last token is left out, because its logits still have to be computed.
         """
         found = CachedPrefix([], root)
-        if not self.prefix_cache:
+        if not self.prefix_cache or root is None:
             return found
         size = self.block_size
-        for start in range(0, (len(tokens) - 1) // size * size, size):
-            block = self._block_of.get((found.node, tuple(tokens[start : start + size])))
+        for index in range((len(tokens) - 1) // size):
+            node = _parent(found.node, index, branch)
+            block = self._block_of.get((node, tuple(tokens[index * size : (index + 1) * size])))
             if block is None:
                 break
             found = CachedPrefix([*found.blocks, block], self._node_of[block])
@@ -84,11 +95,21 @@ class BlockPool:
             fresh.append(block)
         return fresh
 
-    def record(self, node: Hashable, block: int, tokens: tuple[int, ...]) -> Hashable:
-        """Make a full, computed `block` findable below `node`; returns the node it ends in."""
-        if not self.prefix_cache:
+    def record(
+        self,
+        node: Hashable,
+        index: int,
+        block: int,
+        tokens: tuple[int, ...],
+        branch: Branch | None = None,
+    ) -> Hashable:
+        """Make a full, computed `block`, the sequence's block `index`, findable below `node`.
+
+        Returns the node it ends in.
+        """
+        if not self.prefix_cache or node is None:
             return node
-        key = (node, tokens)
+        key = (_parent(node, index, branch), tokens)
         twin = self._block_of.get(key)
         if twin is not None:
             return self._node_of[twin]
@@ -125,3 +146,9 @@ class BlockPool:
         if key is not None:
             del self._block_of[key]
             del self._node_of[block]
+
+
+def _parent(node: Hashable, index: int, branch: Branch | None) -> Hashable:
+    if branch is not None and branch.first == index:
+        return (node, branch.label)
+    return node

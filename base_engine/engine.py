@@ -7,21 +7,25 @@ import logging
 import queue
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapters.manifest import AdapterRef
+from torch import Tensor
+
+from adapters.manifest import AdapterRef, WeightedAdapter
 from adapters.pool import AdapterPool, PoolStats
 from base_engine.blocks import BlockPool
 from base_engine.config import EngineConfig
 from base_engine.errors import EngineStopped, PromptTooLong, QueueFull, StepFailed
 from base_engine.model import Decoder
-from base_engine.request import GenerateRequest, StepRecord, TokenEvent
+from base_engine.request import GenerateRequest, SamplingParams, StepRecord, TokenEvent
 from base_engine.runner import Runner
 from base_engine.scheduler import Scheduler
 from base_engine.sequence import Chunk, Sequence
+from base_engine.smoke import largest_change, smoke_prompts
 from base_engine.tokenizer import ChatTokenizer
 
 log = logging.getLogger(__name__)
@@ -114,6 +118,7 @@ class Engine:
         self.eos_ids = self.decoder.eos_ids | self.tokenizer.eos_ids
         self.adapters = AdapterPool(
             self.base,
+            parameters=self.decoder.parameter,
             device=self.decoder.device,
             dtype=self.decoder.dtype,
             device_bytes=config.adapter_bytes,
@@ -154,6 +159,7 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
         self.adapters.close()
+        self.tokenizer.close()
 
     @property
     def healthy(self) -> bool:
@@ -164,7 +170,7 @@ class Engine:
         """Queue `request`; call it on the event loop that will read the events.
 
         An answer longer than what is left of `max_length` ends there with reason "length".
-        Raises PromptTooLong, QueueFull, EngineStopped.
+        Raises PromptTooLong, NotInvoked, QueueFull, EngineStopped.
         """
         if not self.healthy:
             raise EngineStopped(self.failure or "the engine is not running")
@@ -183,10 +189,39 @@ class Engine:
         with self._gate:
             if self._stopping:
                 raise EngineStopped("the engine is stopping")
+            sequence = Sequence(request, self._arrivals + 1, self.max_length)
             self._arrivals += 1
             self._generations[request.request_id] = generation
-            self._inbox.put(_Add(Sequence(request, self._arrivals, self.max_length)))
+            self._inbox.put(_Add(sequence))
         return generation
+
+    async def effect(self, adapter: AdapterRef) -> float:
+        """The largest change of a logit that `adapter` makes to a few fixed prompts; 0.0 if none.
+
+        Raises LogitsNotFinite if its logits overflow, AdapterUnavailable, QueueFull,
+        EngineStopped, StepFailed.
+        """
+        weighted = (WeightedAdapter(adapter),)
+        prompts = smoke_prompts(self.base, adapter.manifest, self.max_length - 1)
+        # One after the other, so that on a quiet engine the steps of base and adapter have the
+        # same shapes and round alike.
+        after = [await self._logits(ids, weighted) for ids in prompts.shared + prompts.own]
+        before = [await self._logits(ids, ()) for ids in prompts.shared]
+        return largest_change(self.base, adapter.manifest, before, after)
+
+    async def _logits(self, ids: tuple[int, ...], adapters: tuple[WeightedAdapter, ...]) -> Tensor:
+        """The logits after each of `ids`: float32 [len(ids), at least the vocabulary]."""
+        sampling = SamplingParams(max_tokens=1, logits=True)
+        generation = self.submit(GenerateRequest(uuid.uuid4().hex, ids, sampling, adapters))
+        try:
+            async for event in generation:
+                if event.error is not None:
+                    raise event.error
+                if event.logits is not None:
+                    return event.logits
+            raise EngineStopped("the request was aborted")
+        finally:
+            generation.abort()
 
     def prefetch(self, adapter: AdapterRef) -> None:
         """Begin to load `adapter`, expecting requests for it."""
@@ -199,7 +234,7 @@ class Engine:
     def digests_in_use(self) -> set[str]:
         """The adapters of all requests that have not ended; their files may still be read."""
         requests = [generation.request for generation in list(self._generations.values())]
-        return {request.adapter.digest for request in requests if request.adapter is not None}
+        return {adapter.ref.digest for request in requests for adapter in request.adapters}
 
     def steps(self, limit: int) -> list[StepRecord]:
         """The last `limit` steps, oldest first."""
@@ -337,8 +372,8 @@ def _record(number: int, started: float, seconds: float, chunks: list[Chunk]) ->
     tokens: dict[str, int] = {}
     prefill = 0
     for chunk in chunks:
-        digest = chunk.sequence.digest or "base"
-        tokens[digest] = tokens.get(digest, 0) + chunk.count
+        label = chunk.sequence.label
+        tokens[label] = tokens.get(label, 0) + chunk.count
         prefill += chunk.count if chunk.start < len(chunk.sequence.request.prompt_ids) else 0
     total = sum(tokens.values())
     return StepRecord(number, started, seconds, tokens, prefill, total - prefill)

@@ -2,6 +2,7 @@
 
 EngineError
 ├── PromptTooLong     prompt (plus what must be generated) can never fit
+├── NotInvoked        the prompt lacks the tokens that its activated LoRA waits for
 ├── QueueFull         too many requests are waiting; carries `retry_after` seconds
 ├── EngineStopped     the engine is shutting down or has failed
 ├── StepFailed        the forward pass this request was in raised
@@ -17,6 +18,10 @@ class EngineError(Exception):
 
 class PromptTooLong(EngineError):
     """The request can never fit, even into an empty engine."""
+
+
+class NotInvoked(EngineError):
+    """The adapter applies from its invocation tokens on, and the prompt does not have them."""
 
 
 class QueueFull(EngineError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from base_engine.config import EngineConfig
 from base_engine.model import Decoder
 from base_engine.sampler import Sampled, SampleRow, sample
 from base_engine.sequence import Chunk
+from base_engine.terms import StepTerms
 
 
 class Ran(NamedTuple):
@@ -45,12 +47,16 @@ class Runner:
         batch = build_batch(chunks, decoder.spec, self.cache, decoder.device)
         binding = decoder.binding
         binding.buffer, binding.rows, binding.head = self.adapters.buffer, batch.rows, batch.head
-        logits = decoder.forward(
-            batch.input_ids, batch.positions, batch.logit_rows, batch.attention
-        )
+        terms = StepTerms.build(batch.runs, batch.head_runs, decoder.spec)
+        with nullcontext() if terms is None else terms.attached(decoder):
+            logits = decoder.forward(
+                batch.input_ids, batch.positions, batch.logit_rows, batch.attention
+            )
         rows = [
             SampleRow(chunk.sequence.request.sampling, chunk.sequence.random)
             for chunk in batch.sampling
         ]
         with torch.inference_mode():
+            if terms is not None:
+                terms.hide_foreign_tokens(logits)
             return Ran(batch.chunks, sample(logits, rows))

@@ -44,11 +44,15 @@ class SampleRow:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One row's result; with `error` set, `token_id` is -1 and no token was chosen."""
+    """One row's result; with `error` set, `token_id` is -1 and no token was chosen.
+
+    `logits` are the row itself, float32 [vocab] on the CPU, where they were asked for.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: Exception | None = None
+    logits: Tensor | None = None
 
 
 class LogitsNotFinite(Exception):
@@ -59,6 +63,7 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     """Choose one token for each row of `logits`: float32 [rows, vocab], left unchanged.
 
     Log-probabilities are those of the logits as they are, before temperature and truncation.
+    Ids whose logit is -inf (of another row's larger vocabulary) are neither chosen nor reported.
     """
     if len(rows) != logits.shape[0]:
         raise ValueError(f"{len(rows)} rows of parameters for {logits.shape[0]} rows of logits")
@@ -81,13 +86,19 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
     reported = [i for i, row in enumerate(rows) if usable[i] and row.params.logprobs is not None]
     logprobs = _logprobs(logits, rows, tokens, reported) if reported else {}
     return [
-        Sampled(tokens[i], logprobs.get(i)) if usable[i] else Sampled(-1, error=_not_finite())
-        for i in range(len(rows))
+        Sampled(tokens[i], logprobs.get(i), logits=_copy(logits[i]) if row.params.logits else None)
+        if usable[i]
+        else Sampled(-1, error=_not_finite())
+        for i, row in enumerate(rows)
     ]
 
 
 def _not_finite() -> LogitsNotFinite:
     return LogitsNotFinite("the model's output is not a finite number; generation ends here")
+
+
+def _copy(row: Tensor) -> Tensor:
+    return row.to("cpu", copy=True)
 
 
 def _select(logits: Tensor, indices: list[int]) -> Tensor:
@@ -210,7 +221,7 @@ def _top(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
     ahead = values > last
     ties = (logprobs == last).nonzero().squeeze(1)[: count - int(ahead.sum())]
     top = zip([*ids[ahead].tolist(), *ties.tolist()], values.tolist(), strict=True)
-    return tuple(sorted(top, key=_likely_first))
+    return tuple(sorted((t for t in top if t[1] != -torch.inf), key=_likely_first))
 
 
 def _likely_first(item: tuple[int, float]) -> tuple[float, int]:

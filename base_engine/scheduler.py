@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import NamedTuple
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from adapters.errors import AdapterUnavailable
 from adapters.pool import AdapterPool
@@ -33,7 +37,7 @@ class Scheduler:
     """Decides, before each forward pass, who is in it.
 
     Running sequences come first: one token for each that decodes, then prefill chunks, within
-    `step_tokens`. Waiting ones are admitted in order of arrival when their adapter is resident
+    `step_tokens`. Waiting ones are admitted in order of arrival when their adapters are resident
     and KV blocks for all their tokens are free; one that cannot be admitted does not hold back
     those behind it, except that one waiting for room (KV blocks or adapter pages) is passed at
     most `patience` times: then nothing is admitted past it until it runs, so the running ones
@@ -59,11 +63,11 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence; its adapter begins to load at once."""
+        """Queue a new sequence; its adapters begin to load at once."""
         self._by_id[sequence.request.request_id] = sequence
         insort(self.waiting, sequence, key=_arrival)
-        if sequence.request.adapter is not None:
-            self.adapters.prefetch(sequence.request.adapter)
+        for ref in sequence.refs:
+            self.adapters.prefetch(ref)
 
     def abort(self, request_id: str) -> Sequence | None:
         """Drop a sequence wherever it is; None if it has already ended."""
@@ -98,23 +102,26 @@ class Scheduler:
     def update(
         self, chunks: Seq[Chunk], sampled: Seq[Sampled]
     ) -> list[tuple[Sequence, TokenEvent]]:
-        """Take in a step's results; `sampled` has one entry for each chunk that samples.
+        """Take in a step's results; `sampled` has an entry for each of the chunks' logit rows.
 
         Returns the events to send, in order.
         """
-        num_adapters = len({chunk.sequence.digest for chunk in chunks})
+        num_adapters = len({chunk.sequence.key for chunk in chunks})
         draws = iter(sampled)
         events = []
         for chunk in chunks:
             sequence = chunk.sequence
             samples = chunk.samples
+            drawn = list(islice(draws, len(chunk.logit_rows)))
             sequence.num_computed += chunk.count
             sequence.steps += 1
             sequence.mixed_steps += num_adapters > 1
             sequence.max_adapters = max(sequence.max_adapters, num_adapters)
             self._record(sequence)
-            if samples:
-                event = self._take(sequence, next(draws))
+            if drawn:
+                event = self._take(sequence, drawn, samples)
+                if event is None:
+                    continue
                 if event.finish_reason:
                     self._remove(sequence)
                 events.append((sequence, event))
@@ -126,7 +133,7 @@ class Scheduler:
         if len(self._by_id) != len(self.waiting) + len(self.running):
             raise RuntimeError("a sequence is neither waiting nor running")
         for sequence in self.waiting:
-            if sequence.blocks or sequence.resident:
+            if sequence.blocks or sequence.parts:
                 raise RuntimeError(f"waiting {sequence.request.request_id} holds device memory")
         held = {block for sequence in self.running for block in sequence.blocks}
         if len(held) != self.blocks.num_used:
@@ -154,23 +161,24 @@ class Scheduler:
             if not room or any(earlier.passed >= self.config.patience for earlier in blocked):
                 break
             # Blocks first: an adapter loaded for a request that cannot run would only evict others.
-            prefix = self.blocks.match(sequence.root, sequence.tokens)
+            branch = sequence.branch(self.blocks.block_size)
+            prefix = self.blocks.match(sequence.root, sequence.tokens, branch)
             missing = self.blocks.blocks_for(len(sequence.tokens)) - len(prefix.blocks)
             if not self.blocks.has_room(missing, prefix.blocks):
                 blocked.append(sequence)
                 continue
-            adapter = sequence.request.adapter
-            if adapter is not None:
+            if sequence.refs:
                 try:
-                    sequence.resident = self.adapters.acquire(adapter)
+                    residents = self.adapters.acquire(sequence.refs)
                 except AdapterUnavailable as error:
                     self._remove(sequence)
                     ended.append(Ended(sequence, error))
                     continue
-                if sequence.resident is None:
-                    if self.adapters.state(adapter.digest) == "waiting":
+                if residents is None:
+                    if any(self.adapters.state(r.digest) == "waiting" for r in sequence.refs):
                         blocked.append(sequence)
                     continue
+                sequence.parts = tuple(zip(residents, sequence.weights, strict=True))
             self._place(sequence, prefix, missing)
             self.waiting.remove(sequence)
             self.running.append(sequence)
@@ -194,15 +202,28 @@ class Scheduler:
 
     def _record(self, sequence: Sequence) -> None:
         size = self.blocks.block_size
+        branch = sequence.branch(size)
         for index in range(sequence.num_recorded, sequence.num_computed // size):
             tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
-            sequence.node = self.blocks.record(sequence.node, sequence.blocks[index], tokens)
+            block = sequence.blocks[index]
+            sequence.node = self.blocks.record(sequence.node, index, block, tokens, branch)
             sequence.num_recorded = index + 1
 
-    def _take(self, sequence: Sequence, drawn: Sampled) -> TokenEvent:
-        if drawn.error is not None:
-            return TokenEvent(None, "error", trace=sequence.trace, error=drawn.error)
+    def _take(self, sequence: Sequence, results: Seq[Sampled], at_end: bool) -> TokenEvent | None:
+        """What the results of a chunk's logit rows bring; `at_end`: the last token's are among
+        them."""
+        for result in results:
+            if result.error is not None:
+                return TokenEvent(None, "error", trace=sequence.trace, error=result.error)
         sampling = sequence.request.sampling
+        if sampling.logits:
+            sequence.logits += [r.logits for r in results if r.logits is not None]
+            if not at_end:
+                return None
+            # A step's rows are as wide as the largest vocabulary in it.
+            logits = pad_sequence(sequence.logits, batch_first=True, padding_value=-torch.inf)
+            return TokenEvent(None, "stop", trace=sequence.trace, logits=logits)
+        [drawn] = results
         sequence.tokens.append(drawn.token_id)
         reason: FinishReason | None = None
         ends = drawn.token_id in self.eos_ids and not sampling.ignore_eos
@@ -227,8 +248,9 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
-            if sequence.digest and all(s.digest != sequence.digest for s in self.waiting):
-                self.adapters.withdraw(sequence.digest)
+            wanted = {digest for other in self.waiting for digest, _ in other.key}
+            for digest in {digest for digest, _ in sequence.key} - wanted:
+                self.adapters.withdraw(digest)
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
@@ -238,9 +260,10 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.num_recorded = 0
         sequence.node = sequence.root
-        if sequence.resident is not None:
-            self.adapters.release(sequence.resident)
-            sequence.resident = None
+        sequence.logits = []
+        for resident, _ in sequence.parts:
+            self.adapters.release(resident)
+        sequence.parts = ()
 
 
 def _arrival(sequence: Sequence) -> int:

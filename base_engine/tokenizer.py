@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
+from adapters.manifest import AdapterManifest, AddedToken
+from adapters.tokenizer_files import BaseTokenizer
 from base_engine.detokenizer import ByteDecoder, TextDecoder, WindowDecoder, byte_scheme
+from base_engine.template_process import ChatTemplateError, TemplateRenderer
+from base_engine.vocabulary import default_template, described, extended
+
+__all__ = ["ChatTemplateError", "ChatTemplateMissing", "ChatTokenizer", "TextStream"]
 
 #: What a template can raise on messages it was not written for.
 _TEMPLATE_FAILURES = (
@@ -26,10 +35,6 @@ class ChatTemplateMissing(Exception):
     """The tokenizer has no chat template, so messages cannot become a prompt."""
 
 
-class ChatTemplateError(Exception):
-    """The chat template refuses these messages; the text is the template's own message."""
-
-
 class ChatTokenizer:
     """A transformers tokenizer, seen as bytes per token.
 
@@ -37,10 +42,17 @@ class ChatTokenizer:
     name more. Ids with a token lie below `vocab_size`: the model's head may be wider. No token
     stands for more than `longest_token` characters, white space that an added token may take in
     aside; None where one may stand for any number.
+
+    Thread-safe. `close` ends the processes in which adapters' chat templates are rendered.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._special: dict[str, str] = {}
+        self._template: str | None = None
+        self._renderer = TemplateRenderer()
+        self._derived = lru_cache(maxsize=_DERIVED)(self._derive)
+        self._deriving = threading.Lock()
         vocab = tokenizer.get_vocab()
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         eos = tokenizer.eos_token_id
@@ -57,6 +69,27 @@ class ChatTokenizer:
         """Load through transformers' AutoTokenizer; code that comes with a model never runs."""
         return cls(AutoTokenizer.from_pretrained(folder_or_id, trust_remote_code=False))
 
+    def close(self) -> None:
+        """No adapter's chat template is rendered after this."""
+        self._renderer.close()
+
+    def for_adapter(self, manifest: AdapterManifest) -> ChatTokenizer:
+        """This tokenizer with what the adapter's own has beyond it; itself if that is nothing.
+
+        A few are kept. The first use of an adapter with added tokens copies the vocabulary, which
+        may take a second. Raises ValueError where the added tokens do not fit this tokenizer.
+        """
+        own = (manifest.added_tokens, manifest.special_tokens, manifest.chat_template)
+        if not any(own):
+            return self
+        with self._deriving:  # a crowd's first requests make one copy
+            return self._derived(*own)
+
+    @cached_property
+    def identity(self) -> BaseTokenizer:
+        """What the tokenizer files that come with an adapter are compared with."""
+        return described(self._tokenizer)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the tokenizer itself adds."""
         ids: list[int] = self._tokenizer.encode(text, verbose=False)
@@ -68,19 +101,13 @@ class ChatTokenizer:
         The template alone writes special tokens: none is added in front. A content of None or
         none at all counts as "". Raises ChatTemplateMissing or ChatTemplateError.
         """
-        template = self._tokenizer.chat_template
-        if not template or (isinstance(template, dict) and "default" not in template):
-            raise ChatTemplateMissing(
-                "the base model's tokenizer has no chat template; use text completions instead"
-            )
         filled = [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
-        try:
-            # Rendered apart, so that a failure to tokenize is not taken for the template's.
-            prompt = self._tokenizer.apply_chat_template(
-                filled, tokenize=False, add_generation_prompt=True
-            )
-        except _TEMPLATE_FAILURES as error:
-            raise ChatTemplateError(str(error)) from error
+        # Rendered apart, so that a failure to tokenize is not taken for the template's.
+        if self._template is not None:
+            special = {**self._tokenizer.special_tokens_map, **self._special}
+            prompt = self._renderer.render(self._template, filled, special)
+        else:
+            prompt = self._base_prompt(filled)
         ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False, verbose=False)
         return ids
 
@@ -106,6 +133,41 @@ class ChatTokenizer:
         if self._scheme is None:
             return WindowDecoder(self._decode, hidden)
         return ByteDecoder(self.token_bytes, hidden, 0 if continues else self._scheme.strip)
+
+    def _base_prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+        """By the base's template, which the operator trusts: in this process."""
+        if not default_template(self._tokenizer):
+            raise ChatTemplateMissing(
+                "the base model's tokenizer has no chat template; use text completions instead"
+            )
+        try:
+            prompt: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._special
+            )
+        except _TEMPLATE_FAILURES as error:
+            raise ChatTemplateError(str(error)) from error
+        return prompt
+
+    def _derive(
+        self,
+        added: tuple[AddedToken, ...],
+        special: tuple[tuple[str, str], ...],
+        template: str | None,
+    ) -> ChatTokenizer:
+        derived = copy.copy(self)
+        if added:
+            derived._tokenizer = extended(self._tokenizer, added)
+            derived._literal = self._literal | {t.id: t.content for t in added if t.special}
+            derived.vocab_size = max(self.vocab_size, *(token.id + 1 for token in added))
+            if self.longest_token is not None:
+                derived.longest_token = max(self.longest_token, *(len(t.content) for t in added))
+            derived._bytes = {}
+        derived._special = dict(special)
+        derived._template = template
+        if "eos_token" in derived._special:
+            eos = derived._tokenizer.convert_tokens_to_ids(derived._special["eos_token"])
+            derived.eos_ids = self.eos_ids | {eos}
+        return derived
 
     def _read_bytes(self, token_id: int) -> bytes:
         if token_id in self._literal:
@@ -166,6 +228,10 @@ class TextStream:
         keep = max(_overlap(text, s) for s in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+
+#: Tokenizers of adapters that are kept; one with added tokens holds a copy of the vocabulary.
+_DERIVED = 8
 
 
 def _overlap(text: str, stop: str) -> int:

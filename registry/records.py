@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from adapters.manifest import AdapterManifest, ModuleLora
+from adapters.manifest import AdapterManifest, ModuleLora, read_parts
 
 
 @dataclass(frozen=True)
@@ -103,4 +103,4 @@ class Adapter:
 @lru_cache(maxsize=256)
 def _modules(text: str) -> tuple[ModuleLora, ...]:
     # Adapters trained with one configuration share one tuple in memory.
-    return tuple(ModuleLora(**module) for module in json.loads(text))
+    return read_parts(ModuleLora, json.loads(text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
 import time
@@ -169,5 +170,8 @@ class RegistryStore:
 
 
 def _content(manifest: AdapterManifest) -> str:
-    """What makes two uploads the same version: equal files, for the same base."""
-    return manifest.digest + manifest.base_digest
+    """What makes two uploads the same version: equal files, for the same base, spoken to alike."""
+    content = manifest.digest + manifest.base_digest
+    if manifest.speaks:
+        content += hashlib.sha256(repr(manifest.speech).encode()).hexdigest()
+    return content

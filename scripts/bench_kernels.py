@@ -79,7 +79,7 @@ class Bench:
         numbers: list[int | None] = [*own[workload]]
         numbers += [None] * (rows - len(numbers))
         return [
-            Run(i * prompt, (i + 1) * prompt, None if n is None else self.adapters[n])
+            Run(i * prompt, (i + 1) * prompt, () if n is None else ((self.adapters[n], 1.0),))
             for i, n in enumerate(numbers)
         ]
 
@@ -89,9 +89,8 @@ class Bench:
                 functional.linear(x, weight)
 
     def loop(self, runs: list[Run], xs: list[Tensor], ys: list[Tensor]) -> None:
-        for index, target in enumerate(
-            Segments.build(runs, self.base, xs[0].device).targets.values()
-        ):
+        segments = Segments.build(runs, self.base, xs[0].device)
+        for index, (target,) in enumerate(segments.targets.values()):
             x, y, spec = xs[index], ys[index], target.spec
             for layer in range(len(spec.modules)):
                 for s in target.segments:
@@ -102,7 +101,7 @@ class Bench:
                         y[rows].addmm_(x[rows] @ a.T, b, alpha=s.pages.scales[layer])
 
     def ours(self, runs: list[Run], xs: list[Tensor], ys: list[Tensor]) -> None:
-        for index, target in Segments.build(runs, self.base, xs[0].device).targets.items():
+        for index, (target,) in Segments.build(runs, self.base, xs[0].device).targets.items():
             for layer in range(len(target.spec.modules)):
                 add_lora(ys[index], xs[index], self.buffer, target, layer)
 
@@ -132,7 +131,7 @@ def main() -> None:
         )
         for workload in WORKLOADS:
             runs = bench.runs(workload, rows, options.prompt)
-            distinct = len({run.adapter for run in runs} - {None})
+            distinct = len({run.adapters for run in runs} - {()})
             base, loop, ours, read = _interleaved(
                 options.rounds,
                 lambda xs=xs: bench.linears(xs),  # type: ignore[misc]

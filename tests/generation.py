@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from adapters.manifest import AdapterRef
+from adapters.manifest import AdapterRef, WeightedAdapter
 from adapters.validation import Limits, validate
 from base_engine.config import EngineConfig
 from base_engine.engine import Engine, Generation
-from base_engine.request import GenerateRequest, SamplingParams, Trace
+from base_engine.request import GenerateRequest, SamplingParams, TokenLogprobs, Trace
 from tests.tiny import oracle_logprobs
 
 _ids = itertools.count()
@@ -37,6 +37,7 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    reported: list[TokenLogprobs] = field(default_factory=list)
     reason: str | None = None
     error: Exception | None = None
     trace: Trace | None = None
@@ -71,7 +72,7 @@ def ref_or_base(engine: Engine, folder: Path | None) -> AdapterRef | None:
 
 def request(
     prompt: Sequence[int],
-    adapter: AdapterRef | None = None,
+    adapter: AdapterRef | Sequence[WeightedAdapter] | None = None,
     max_tokens: int = 8,
     salt: str = "",
     **sampling: Any,
@@ -79,7 +80,13 @@ def request(
     """A greedy request that does not stop by itself, unless told otherwise."""
     options = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0} | sampling
     params = SamplingParams(max_tokens=max_tokens, **options)
-    return GenerateRequest(f"test-{next(_ids)}", tuple(prompt), params, adapter, salt)
+    if adapter is None:
+        adapters: tuple[WeightedAdapter, ...] = ()
+    elif isinstance(adapter, AdapterRef):
+        adapters = (WeightedAdapter(adapter),)
+    else:
+        adapters = tuple(adapter)
+    return GenerateRequest(f"test-{next(_ids)}", tuple(prompt), params, adapters, salt)
 
 
 async def collect(generation: Generation) -> Answer:
@@ -89,6 +96,7 @@ async def collect(generation: Generation) -> Answer:
             answer.tokens.append(event.token_id)
             if event.logprobs is not None:
                 answer.logprobs.append(event.logprobs.chosen)
+                answer.reported.append(event.logprobs)
         if event.finish_reason is not None:
             assert answer.reason is None, "two ends"
             answer.reason, answer.error = event.finish_reason, event.error

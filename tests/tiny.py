@@ -215,6 +215,8 @@ def make_adapter(
         "target_modules": list(PROJECTIONS.get(model.config.model_type, ALL_PROJECTIONS)),
         "task_type": "CAUSAL_LM",
     }
+    if model.config.model_type == "gpt2":
+        options["fan_in_fan_out"] = True  # PEFT warns otherwise, and sets it
     if added_tokens:
         _resize(model, VOCAB + added_tokens, seed)
     peft_model = get_peft_model(model, LoraConfig(**(options | lora_config)))

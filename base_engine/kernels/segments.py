@@ -7,8 +7,9 @@ rows in no segment belong to the base and are never touched.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,15 +24,17 @@ BATCH_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True)
 class Run:
-    """Token rows [start, end) of the step's flattened batch; `adapter` None means the base."""
+    """Token rows [start, end) of the step's flattened batch, and their adapters with weights.
+
+    No adapters means the base.
+    """
 
     start: int
     end: int
-    adapter: ResidentAdapter | None
+    adapters: tuple[tuple[ResidentAdapter, float], ...]
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Token rows [start, end) that go through one adapter's pages for one target."""
 
     start: int
@@ -73,7 +76,10 @@ class DeviceTables:
 
 
 class TargetSegments:
-    """The segments of a step that adapt one target, in row order; there is at least one."""
+    """Segments of a step that adapt one target, in row order; there is at least one.
+
+    No two share a row.
+    """
 
     def __init__(self, spec: TargetSpec, segments: list[Segment], device: torch.device) -> None:
         self.spec = spec
@@ -129,9 +135,12 @@ class TargetSegments:
 
 @dataclass(frozen=True)
 class Segments:
-    """All segments of a step; `targets` holds only the targets that some row adapts."""
+    """All segments of a step; `targets` holds only the targets that some row adapts.
 
-    targets: dict[int, TargetSegments]
+    A target has as many rounds, to be added one after the other, as one row has adapters for it.
+    """
+
+    targets: dict[int, tuple[TargetSegments, ...]]
 
     @classmethod
     def build(cls, runs: Iterable[Run], base: BaseSpec, device: torch.device | str) -> Segments:
@@ -140,21 +149,23 @@ class Segments:
         Raises ValueError if two runs share a row or a run ends before it starts.
         """
         device = torch.device(device)
-        by_target: dict[int, list[Segment]] = {}
+        by_target: dict[int, list[list[Segment]]] = {}
         for run in _merged(runs):
-            if run.adapter is not None:
-                for index, pages in run.adapter.targets.items():
-                    by_target.setdefault(index, []).append(Segment(run.start, run.end, pages))
+            for adapter, weight in run.adapters:
+                for index, pages in adapter.targets.items():
+                    if weight != 1:
+                        pages = _weighted(pages, weight)
+                    _add(Segment(run.start, run.end, pages), by_target.setdefault(index, []))
         return cls(
             {
-                index: TargetSegments(base.targets[index], segments, device)
-                for index, segments in by_target.items()
+                index: tuple([TargetSegments(base.targets[index], r, device) for r in rounds])
+                for index, rounds in by_target.items()
             }
         )
 
 
 def _merged(runs: Iterable[Run]) -> list[Run]:
-    """Non-empty runs in row order, adjacent ones of one adapter made one."""
+    """Non-empty runs in row order, adjacent ones of equal adapters and weights made one."""
     merged: list[Run] = []
     for run in sorted(runs, key=lambda run: run.start):
         if run.end < run.start or run.start < 0:
@@ -166,11 +177,24 @@ def _merged(runs: Iterable[Run]) -> list[Run]:
             raise ValueError(
                 f"runs [{last.start}, {last.end}) and [{run.start}, {run.end}) share rows"
             )
-        if last is not None and run.start == last.end and run.adapter is last.adapter:
-            merged[-1] = Run(last.start, run.end, run.adapter)
+        if last is not None and run.start == last.end and run.adapters == last.adapters:
+            merged[-1] = Run(last.start, run.end, run.adapters)
         else:
             merged.append(run)
     return merged
+
+
+def _weighted(pages: PagedTarget, weight: float) -> PagedTarget:
+    return replace(pages, scales=tuple(scale * weight for scale in pages.scales))
+
+
+def _add(segment: Segment, rounds: list[list[Segment]]) -> None:
+    """Append `segment` to the first round that has none of its rows yet."""
+    for segments in rounds:
+        if segments[-1].end <= segment.start:
+            segments.append(segment)
+            return
+    rounds.append([segment])
 
 
 def _group(target: TargetSegments, layer: int, device: torch.device) -> list[SegmentBatch]:

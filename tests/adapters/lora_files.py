@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from adapters.errors import AdapterRejected, Violation
-from adapters.manifest import CONFIG_FILE, WEIGHTS_FILE, BaseSpec, TargetSpec
+from adapters.manifest import CONFIG_FILE, WEIGHTS_FILE, BaseSpec
+from adapters.terms import BaseParameters
 from adapters.validation import Limits, validate
+from base_engine.model import Decoder
 
 Q0 = "model.layers.0.self_attn.q_proj"
 Q1 = "model.layers.1.self_attn.q_proj"
@@ -25,22 +26,17 @@ B0 = f"base_model.model.{Q0}.lora_B.weight"
 
 
 def spec_of(base: Path) -> BaseSpec:
-    """The base's linears, grouped as the engine groups them."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    groups: dict[tuple[str, int, int], list[str]] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            name = re.sub(r"^.*\.\d+\.", "", path)
-            key = (name, module.in_features, module.out_features)
-            groups.setdefault(key, []).append(path)
-    return BaseSpec(
-        name="org/tiny",
-        vocab_size=model.config.vocab_size,
-        max_positions=model.config.max_position_embeddings,
-        targets=tuple(TargetSpec(*key, tuple(paths)) for key, paths in groups.items()),
-        output_module="lm_head",
-        tied_head=bool(model.config.tie_word_embeddings),
-    )
+    """What the engine offers to adapters of this base, under a name of its own."""
+    return replace(decoder_of(base).spec, name="org/tiny", digest="")
+
+
+def parameters_of(base: Path) -> BaseParameters:
+    return decoder_of(base).parameter
+
+
+@lru_cache(maxsize=16)
+def decoder_of(base: Path) -> Decoder:
+    return Decoder.load(base, name=None, dtype="float32", device="cpu")
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -77,13 +73,16 @@ def write_safetensors(
 
 
 def violations_of(
-    folder: Path, base: BaseSpec, limits: Limits | None = None
+    folder: Path,
+    base: BaseSpec,
+    limits: Limits | None = None,
+    parameters: BaseParameters | None = None,
 ) -> tuple[Violation, ...]:
     """Why the adapter in `folder` is refused; fails where it is not."""
     with pytest.raises(AdapterRejected) as error:
-        validate(folder, base, limits or Limits())
+        validate(folder, base, limits or Limits(), parameters=parameters)
     return error.value.violations
 
 
-def codes_of(folder: Path, base: BaseSpec) -> set[str]:
-    return {violation.code for violation in violations_of(folder, base)}
+def codes_of(folder: Path, base: BaseSpec, parameters: BaseParameters | None = None) -> set[str]:
+    return {violation.code for violation in violations_of(folder, base, None, parameters)}

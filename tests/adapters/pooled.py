@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,9 @@ from adapters.errors import AdapterUnavailable
 from adapters.manifest import WEIGHTS_FILE, AdapterRef, BaseSpec
 from adapters.pages import ResidentAdapter
 from adapters.pool import AdapterPool
+from adapters.terms import BaseParameters
 from adapters.weights import AdapterWeights, load_weights
-from tests.adapters.stored import BASE, assert_exact, every_module, write_adapter
+from tests.adapters.stored import BASE, assert_exact, base_parameter, every_module, write_adapter
 
 MakePool = Callable[..., AdapterPool]
 
@@ -48,12 +49,13 @@ def wait_until(done: Callable[[], bool]) -> None:
 def get(pool: AdapterPool, ref: AdapterRef) -> ResidentAdapter:
     """`ref`, pinned, its content checked."""
     for _ in range(2):
-        if (adapter := pool.acquire(ref)) is not None:
-            assert_exact(pool.buffer, adapter, ref)
-            return adapter
+        if (found := pool.acquire([ref])) is not None:
+            break
         settle(pool)
-    adapter = pool.acquire(ref)
-    assert adapter is not None, f"{ref.name} is {pool.state(ref.digest)}"
+    else:
+        found = pool.acquire([ref])
+    assert found is not None, f"{ref.name} is {pool.state(ref.digest)}"
+    (adapter,) = found
     assert_exact(pool.buffer, adapter, ref)
     return adapter
 
@@ -67,11 +69,55 @@ def use(pool: AdapterPool, ref: AdapterRef) -> ResidentAdapter:
 def failure(pool: AdapterPool, ref: AdapterRef) -> str:
     """What `acquire` raises, at once or after its load."""
     with suppress(AdapterUnavailable):
-        assert pool.acquire(ref) is None
+        assert pool.acquire([ref]) is None
     settle(pool)
     with pytest.raises(AdapterUnavailable) as raised:
-        pool.acquire(ref)
+        pool.acquire([ref])
     return str(raised.value)
+
+
+def serve(
+    pool: AdapterPool,
+    requests: Sequence[Sequence[AdapterRef]],
+    *,
+    patience: int,
+    steps: int,
+    running: int,
+) -> list[str]:
+    """A scheduler in small: one pass over the queue per step, `patience` requests may pass the
+    first, each runs `steps` steps. Returns names in the order of admission."""
+    waiting = list(requests)
+    active: list[list[Any]] = []
+    admitted: list[str] = []
+    passed = 0
+    wake = threading.Event()
+    pool._on_change = wake.set
+    while waiting or active:
+        for request in active[:]:
+            request[2] -= 1
+            if not request[2]:
+                for adapter, ref in zip(request[0], request[1], strict=True):
+                    assert_exact(pool.buffer, adapter, ref)
+                    pool.release(adapter)
+                active.remove(request)
+        for i, refs in enumerate(waiting[:]):
+            if len(active) == running or (i and passed >= patience):
+                break
+            wake.clear()
+            adapters = pool.acquire(refs)
+            if adapters is None:
+                continue
+            passed = 0 if refs is waiting[0] else passed + 1
+            waiting.remove(refs)
+            active.append([adapters, refs, steps])
+            admitted.append("+".join(ref.name for ref in refs))
+        stats = pool.stats()
+        assert stats.device_used <= stats.device_bytes
+        assert stats.host_used <= stats.host_bytes
+        pool.check_integrity()
+        if not active and waiting:
+            assert wake.wait(20), "nothing runs and nothing wakes the engine"
+    return admitted
 
 
 def flip(ref: AdapterRef) -> None:
@@ -91,11 +137,13 @@ class Disk:
     def hold(self, ref: AdapterRef) -> threading.Event:
         return self.held.setdefault(ref.digest, threading.Event())
 
-    def read(self, ref: AdapterRef, base: BaseSpec, dtype: torch.dtype) -> AdapterWeights:
+    def read(
+        self, ref: AdapterRef, base: BaseSpec, dtype: torch.dtype, parameters: BaseParameters
+    ) -> AdapterWeights:
         self.started.append(ref.name)
         if ref.digest in self.held:
             assert self.held[ref.digest].wait(20)
-        return load_weights(ref, base, dtype)
+        return load_weights(ref, base, dtype, parameters)
 
 
 @pytest.fixture
@@ -111,6 +159,7 @@ def make_pool(clock: Clock) -> Iterator[MakePool]:
         defaults: dict[str, Any] = {
             "loader_threads": 2,
             "on_change": lambda: None,
+            "parameters": base_parameter,
             "clock": clock,
         }
         pool = AdapterPool(

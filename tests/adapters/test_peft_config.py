@@ -4,8 +4,10 @@ import dataclasses
 from typing import Any
 
 import pytest
-from peft import LoraConfig
+import torch
+from peft import LoraConfig, get_peft_model
 
+from adapters.config_values import MAX_INVOCATION, MAX_NAMES
 from adapters.peft_config import IGNORED_FIELDS, OFF_FIELDS, READ_FIELDS, PeftConfig, parse_config
 
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -58,17 +60,9 @@ def test_what_does_not_change_the_maths_is_accepted(change: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("use_dora", True),
-        ("use_dora", 0),
-        ("lora_bias", True),
         ("use_qalora", True),
         ("ensure_weight_tying", True),
-        ("modules_to_save", ["lm_head"]),
-        ("trainable_token_indices", [3, 5]),
-        ("trainable_token_indices", {"embed_tokens": [3]}),
         ("layer_replication", [[0, 2], [1, 2]]),
-        ("alora_invocation_tokens", [5, 6]),
-        ("target_parameters", ["experts.gate_up_proj"]),
         ("megatron_config", {"hidden": 1}),
         ("megatron_core", "os"),
         ("arrow_config", {}),
@@ -96,6 +90,31 @@ def test_a_feature_beyond_plain_lora_is_refused_by_name(field: str, value: Any) 
         *[("r", value) for value in BAD_RANKS],
         *[("lora_alpha", value) for value in BAD_ALPHAS],
         ("use_rslora", 1),
+        ("use_dora", 0),
+        ("use_dora", "yes"),
+        ("lora_bias", 1),
+        ("modules_to_save", "lm_head"),
+        ("modules_to_save", ["lm_head", 3]),
+        ("modules_to_save", [""]),
+        ("modules_to_save", ["lm_head|q_proj"]),
+        ("modules_to_save", [f"m{i}" for i in range(MAX_NAMES + 1)]),
+        ("target_parameters", "experts.gate_up_proj"),
+        ("target_parameters", [["experts"]]),
+        ("trainable_token_indices", []),
+        ("trainable_token_indices", [3, 3]),
+        ("trainable_token_indices", [-1]),
+        ("trainable_token_indices", [3.0]),
+        ("trainable_token_indices", [True]),
+        ("trainable_token_indices", "3"),
+        ("trainable_token_indices", {"embed_tokens": []}),
+        ("trainable_token_indices", {"embed_tokens": 3}),
+        ("trainable_token_indices", {"": [3]}),
+        ("alora_invocation_tokens", []),
+        ("alora_invocation_tokens", 5),
+        ("alora_invocation_tokens", "<tool>"),
+        ("alora_invocation_tokens", [-5]),
+        ("alora_invocation_tokens", ["5"]),
+        ("alora_invocation_tokens", [5] * (MAX_INVOCATION + 1)),
         ("use_rslora", "true"),
         ("fan_in_fan_out", "yes"),
         ("bias", "some"),
@@ -175,11 +194,11 @@ def test_layers_with_targets_that_peft_cannot_limit_are_refused(change: dict[str
 
 def test_everything_wrong_is_reported_at_once_and_the_rest_is_read() -> None:
     parsed = parse_config(
-        PLAIN | {"r": 0, "use_dora": True, "future": 1, "task_type": "X", "lora_alpha": 16}
+        PLAIN | {"r": 0, "use_qalora": True, "future": 1, "task_type": "X", "lora_alpha": 16}
     )
     assert {violation.subject for violation in parsed.violations} == {
         "r",
-        "use_dora",
+        "use_qalora",
         "future",
         "task_type",
     }
@@ -194,8 +213,90 @@ def test_ignored_oddities_are_warned_about() -> None:
 
 
 def test_messages_stay_short() -> None:
-    parsed = parse_config(PLAIN | {"use_dora": "x" * 100_000, "f" * 100_000: 1})
+    parsed = parse_config(PLAIN | {"use_qalora": "x" * 100_000, "f" * 100_000: 1})
     assert all(len(v.message) < 300 and len(v.subject) <= 1024 for v in parsed.violations)
+
+
+def test_what_lora_can_be_combined_with_is_read() -> None:
+    parsed = parse_config(
+        PLAIN
+        | {
+            "bias": "lora_only",
+            "use_dora": True,
+            "modules_to_save": ["lm_head", "norm"],
+            "trainable_token_indices": {"embed_tokens": [9, 3]},
+        }
+    )
+    assert parsed.violations == ()
+    assert (parsed.bias, parsed.use_dora, parsed.lora_bias) == ("lora_only", True, False)
+    assert parsed.saved == ("lm_head", "norm")
+    assert parsed.token_rows == {"embed_tokens": (9, 3)}
+    parsed = parse_config(PLAIN | {"trainable_token_indices": [9, 3], "lora_bias": True})
+    assert parsed.violations == ()
+    assert (parsed.token_rows, parsed.lora_bias) == ({None: (9, 3)}, True)
+    parsed = parse_config(PLAIN | {"alora_invocation_tokens": [5, 6, 5], "lora_bias": True})
+    assert parsed.violations == ()
+    assert parsed.invocation == (5, 6, 5)
+
+
+@pytest.mark.parametrize("targets", [None, []])
+def test_targets_may_be_left_out_where_parameters_are_targeted(targets: Any) -> None:
+    change = {"target_modules": targets, "target_parameters": ["experts.down_proj"]}
+    parsed = parse_config(PLAIN | change)
+    assert parsed.violations == ()
+    assert parsed.targets is not None
+    assert parsed.targets.select(["model.layers.0.q_proj"], None) == frozenset()
+    assert parsed.target_parameters == ("experts.down_proj",)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"use_dora": True, "alora_invocation_tokens": [5]}, "use_dora"),
+        ({"use_dora": True, "init_lora_weights": "mica"}, "use_dora"),
+        ({"alora_invocation_tokens": [5], "init_lora_weights": "mica"}, "alora_invocation_tokens"),
+        ({"use_dora": True, "lora_bias": True}, "lora_bias"),
+        ({"init_lora_weights": "gaussian", "lora_bias": True}, "lora_bias"),
+        ({"use_dora": True, "target_parameters": ["e.w"]}, "use_dora"),
+        ({"lora_bias": True, "target_parameters": ["e.w"]}, "lora_bias"),
+        ({"lora_dropout": 0.1, "target_parameters": ["e.w"]}, "lora_dropout"),
+        ({"fan_in_fan_out": True, "target_parameters": ["e.w"]}, "fan_in_fan_out"),
+        ({"init_lora_weights": "mica", "target_parameters": ["e.w"]}, "init_lora_weights"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:aLoRA is currently only supported:UserWarning")
+def test_what_peft_refuses_to_combine_is_refused(change: dict[str, Any], field: str) -> None:
+    assert _only(PLAIN | change) == ("invalid_combination", field)
+    base: Any = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(8, 8), "e": _Experts()})
+    targets = [] if "target_parameters" in change else ["q_proj"]
+    with pytest.raises(ValueError, match=r"support|does not work"):
+        get_peft_model(base, LoraConfig(target_modules=targets, **change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [3]},
+        {"bias": "all"},
+        {"bias": "lora_only"},
+    ],
+)
+def test_what_reaches_in_front_of_an_invocation_is_refused(change: dict[str, Any]) -> None:
+    config = PLAIN | {"alora_invocation_tokens": [5]} | change
+    assert _only(config) == ("invalid_combination", next(iter(change)))
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "olora", "corda", "lora_ga"])
+def test_adapters_of_a_changed_base_come_with_advice(init: str) -> None:
+    (violation,) = parse_config(PLAIN | {"init_lora_weights": init}).violations
+    assert "path_initial_model_for_weight_conversion" in violation.message
+
+
+class _Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(2, 8, 8))
 
 
 def _only(config: dict[str, Any]) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from tests.adapters.pooled import Clock, Disk, MakePool, get, settle, use, wait_
 from tests.adapters.stored import (
     BASE,
     assert_exact,
+    base_parameter,
     device_bytes,
     every_module,
     ranges,
@@ -35,8 +36,8 @@ def test_absent_then_loading_then_resident(
     go = disk.hold(ref)
     assert pool.state(ref.digest) == "absent"
     started = time.monotonic()
-    assert pool.acquire(ref) is None
-    assert pool.acquire(ref) is None
+    assert pool.acquire([ref]) is None
+    assert pool.acquire([ref]) is None
     assert time.monotonic() - started < 5
     assert pool.state(ref.digest) == "loading"
     go.set()
@@ -51,10 +52,10 @@ def test_a_slow_disk_does_not_hold_back_other_adapters(
 ) -> None:
     pool = make_pool(1 << 20, loader_threads=2)
     go = disk.hold(same_size[0])
-    assert pool.acquire(same_size[0]) is None
-    assert pool.acquire(same_size[1]) is None
+    assert pool.acquire([same_size[0]]) is None
+    assert pool.acquire([same_size[1]]) is None
     wait_until(lambda: pool.state(same_size[1].digest) == "resident")
-    assert pool.acquire(same_size[1]) is not None
+    assert pool.acquire([same_size[1]]) is not None
     assert pool.state(same_size[0].digest) == "loading"
     go.set()
     use(pool, same_size[0])
@@ -66,7 +67,7 @@ def test_what_is_asked_for_overtakes_prefetches(
     pool = make_pool(1 << 20, loader_threads=1)
     go = disk.hold(same_size[0])
     pool.prefetch(same_size[0])
-    assert pool.acquire(same_size[1]) is None
+    assert pool.acquire([same_size[1]]) is None
     wait_until(lambda: pool.state(same_size[1].digest) == "resident")
     go.set()
 
@@ -87,6 +88,7 @@ def test_ranks_and_targets_mix(tmp_path: Path, dtype: torch.dtype) -> None:
         host_bytes=1 << 20,
         loader_threads=1,
         on_change=lambda: None,
+        parameters=base_parameter,
     )
     adapters = [get(pool, ref) for ref in refs]
     assert pool.stats().device_used == size
@@ -164,7 +166,7 @@ def test_many_first_requests_make_one_load(
     for thread in threads:
         thread.join()
     assert pool.state(ref.digest) == "loading"
-    assert [pool.acquire(ref) for _ in range(20)] == [None] * 20
+    assert [pool.acquire([ref]) for _ in range(20)] == [None] * 20
     go.set()
     pins = [get(pool, ref) for _ in range(20)]
     assert len({id(pin) for pin in pins}) == 1
@@ -213,7 +215,7 @@ def test_an_adapter_larger_than_the_device_is_refused_not_kept_waiting(
     big = write_adapter(tmp_path, "big", every_module(16))
     pool = make_pool(device_bytes(big) - 4)
     with pytest.raises(AdapterUnavailable, match=f"'big' takes {device_bytes(big)} bytes"):
-        pool.acquire(big)
+        pool.acquire([big])
 
 
 def test_an_adapter_larger_than_the_host_cache_passes_through(
@@ -240,7 +242,13 @@ def test_sizes_that_cannot_work_are_named(option: str) -> None:
     sizes = {"device_bytes": 64, "host_bytes": 0, "loader_threads": 1} | {option: -1}
     with pytest.raises(ValueError, match=f"{option}.*-1"):
         AdapterPool(
-            BASE, device="cpu", dtype=torch.float32, on_change=lambda: None, clock=Clock(), **sizes
+            BASE,
+            device="cpu",
+            dtype=torch.float32,
+            on_change=lambda: None,
+            parameters=base_parameter,
+            clock=Clock(),
+            **sizes,
         )
 
 
@@ -253,6 +261,6 @@ def test_a_closed_pool_takes_no_more(
     pool.close()
     pool.prefetch(same_size[1])
     with pytest.raises(AdapterUnavailable, match="closed"):
-        pool.acquire(same_size[1])
+        pool.acquire([same_size[1]])
     pool.release(pin)
     assert disk.started == ["s0"]

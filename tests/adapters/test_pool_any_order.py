@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,13 +15,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from adapters.errors import AdapterUnavailable
 from adapters.manifest import AdapterRef
 from adapters.pages import ResidentAdapter
 from adapters.pool import AdapterPool
 from tests.adapters.pooled import Clock, settle
 from tests.adapters.stored import (
     BASE,
+    EVERY_TERM,
     assert_exact,
+    base_parameter,
     device_bytes,
     every_module,
     ranges,
@@ -45,28 +49,40 @@ class AnyOrder(RuleBasedStateMachine):
             host_bytes=host * largest // 2,
             loader_threads=2,
             on_change=lambda: None,
+            parameters=base_parameter,
             clock=self.clock,
         )
         self.pool.buffer.fill_(float("nan"))
         self.pins: list[tuple[ResidentAdapter, AdapterRef]] = []
         self.generation = 0
 
-    @rule(i=st.integers(0, 5), lapse=st.booleans())
-    def acquire(self, i: int, lapse: bool) -> None:
-        ref = self.refs[i]
-        resident = self.pool.state(ref.digest) == "resident"
+    @rule(
+        chosen=st.lists(st.integers(0, 6), min_size=1, max_size=3, unique=True), lapse=st.booleans()
+    )
+    def acquire(self, chosen: list[int], lapse: bool) -> None:
+        refs = [self.refs[i] for i in chosen]
+        before = [self.pool.state(ref.digest) == "resident" for ref in refs]
         if lapse:
             self.clock.now += 1
             self.pool._lapsed()
         copies = self.pool.stats().copies_total
-        adapter = self.pool.acquire(ref)
-        assert (adapter is not None) == resident
-        settle(self.pool)
-        if adapter is not None:
-            self.pins.append((adapter, ref))
+        if sum(device_bytes(ref) for ref in refs) > self.pool.buffer.nbytes and not all(before):
+            with pytest.raises(AdapterUnavailable, match="bytes on the device"):
+                self.pool.acquire(refs)
             return
-        loaded = self.pool.state(ref.digest) == "resident"
-        assert self.pool.stats().copies_total == copies + loaded
+        adapters = self.pool.acquire(refs)
+        assert (adapters is not None) == all(before)
+        settle(self.pool)
+        if adapters is not None:
+            self.pins += zip(adapters, refs, strict=True)
+            return
+        loaded = self.pool.stats().copies_total - copies
+        after = [self.pool.state(ref.digest) == "resident" for ref in refs]
+        if loaded:
+            assert all(after) and loaded >= before.count(False)
+        else:
+            assert after == before
+            assert "waiting" in [self.pool.state(ref.digest) for ref in refs]
         if lapse and not self.pins:
             assert loaded, "everything could be evicted, yet there was no room"
 
@@ -76,18 +92,18 @@ class AnyOrder(RuleBasedStateMachine):
         adapter, _ = self.pins.pop(n % len(self.pins))
         self.pool.release(adapter)
 
-    @rule(i=st.integers(0, 5))
+    @rule(i=st.integers(0, 6))
     def prefetch(self, i: int) -> None:
         self.pool.prefetch(self.refs[i])
         settle(self.pool)
 
-    @rule(i=st.integers(0, 5))
+    @rule(i=st.integers(0, 6))
     def forget(self, i: int) -> None:
         digest = self.refs[i].digest
         self.pool.forget(digest)
         assert self.pool.state(digest) == "absent"
 
-    @rule(i=st.integers(0, 5))
+    @rule(i=st.integers(0, 6))
     def withdraw(self, i: int) -> None:
         self.pool.withdraw(self.refs[i].digest)
 
@@ -122,6 +138,7 @@ def test_any_order_of_calls_keeps_weights_and_books_right(tmp_path: Path) -> Non
         write_adapter(tmp_path, "flat", every_module(8), seed=4),
         write_adapter(tmp_path, "down", every_module(9, "down_proj"), seed=5),
         write_adapter(tmp_path, "kq", every_module(1, "k_proj", "q_proj"), seed=6),
+        write_adapter(tmp_path, "rare", every_module(3, "q_proj"), seed=7, terms=EVERY_TERM),
     ]
     run_state_machine_as_test(
         AnyOrder,

@@ -4,14 +4,13 @@ import random
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from adapters.manifest import AdapterRef
-from adapters.pool import RESERVED_SECONDS, AdapterPool
+from adapters.pool import RESERVED_SECONDS
 from tests.adapters import pooled
-from tests.adapters.pooled import Disk, MakePool, get, settle, use, wait_until
+from tests.adapters.pooled import Disk, MakePool, get, serve, settle, use, wait_until
 from tests.adapters.stored import (
     assert_exact,
     device_bytes,
@@ -44,10 +43,10 @@ def test_a_pinned_adapter_stays_until_its_last_release(
     pool = make_pool(device_bytes(same_size[0]))
     first, second = get(pool, same_size[0]), get(pool, same_size[0])
     for _ in range(3):
-        assert pool.acquire(same_size[1]) is None
+        assert pool.acquire([same_size[1]]) is None
         assert pool.state(same_size[1].digest) == "waiting"
     pool.release(first)
-    assert pool.acquire(same_size[1]) is None
+    assert pool.acquire([same_size[1]]) is None
     assert_exact(pool.buffer, second, same_size[0])
     pool.release(second)
     use(pool, same_size[1])
@@ -60,7 +59,7 @@ def test_nothing_is_evicted_for_an_adapter_that_would_not_fit_anyway(
     pool = make_pool(device_bytes(big))
     pin = get(pool, same_size[0])
     use(pool, same_size[1])
-    assert pool.acquire(big) is None
+    assert pool.acquire([big]) is None
     assert pool.state(same_size[1].digest) == "resident"
     assert pool.stats().evictions_total == 0
     pool.release(pin)
@@ -75,7 +74,7 @@ def test_waiting_for_room_reads_nothing_from_disk(
     pool = make_pool(size, size)
     pin = get(pool, same_size[0])
     for _ in range(20):
-        assert [pool.acquire(ref) for ref in same_size[1:]] == [None] * 5
+        assert [pool.acquire([ref]) for ref in same_size[1:]] == [None] * 5
         settle(pool)
     assert pool.stats().loads_total == 1
     pool.release(pin)
@@ -100,10 +99,10 @@ def test_waiting_adapters_do_not_evict_each_other_before_use(
     a, b, _, _, _, _ = same_size
     pool = make_pool(device_bytes(a))
     for first, second in ((a, b), (b, a)):
-        assert pool.acquire(first) is None
+        assert pool.acquire([first]) is None
         settle(pool)
         for _ in range(3):
-            assert pool.acquire(second) is None
+            assert pool.acquire([second]) is None
             settle(pool)
         assert pool.state(first.digest) == "resident"
         use(pool, first)
@@ -116,12 +115,12 @@ def test_a_withdrawn_reservation_makes_room_at_once(
     a, b = same_size[:2]
     pool = make_pool(device_bytes(a))
     go = disk.hold(a)
-    assert pool.acquire(a) is None
+    assert pool.acquire([a]) is None
     pool.withdraw(a.digest)
-    assert pool.acquire(b) is None
+    assert pool.acquire([b]) is None
     go.set()
     settle(pool)
-    assert pool.acquire(b) is None
+    assert pool.acquire([b]) is None
     settle(pool)
     pool.withdraw(b.digest)
     use(pool, a)
@@ -134,51 +133,13 @@ def test_an_unclaimed_reservation_lapses_and_says_so(
     changed = threading.Event()
     a, b = same_size[:2]
     pool = make_pool(device_bytes(a), on_change=changed.set, clock=time.monotonic)
-    assert pool.acquire(a) is None
+    assert pool.acquire([a]) is None
     settle(pool)
     wait_until(changed.is_set)
     changed.clear()
-    assert pool.acquire(b) is None
+    assert pool.acquire([b]) is None
     assert changed.wait(20 * RESERVED_SECONDS)
     use(pool, b)
-
-
-def serve(
-    pool: AdapterPool, requests: list[AdapterRef], *, patience: int, steps: int, running: int
-) -> list[str]:
-    """A scheduler in small: one pass over the queue per step, `patience` requests may pass the
-    first, each runs `steps` steps. Returns names in the order of admission."""
-    waiting = list(requests)
-    active: list[list[Any]] = []
-    admitted: list[str] = []
-    passed = 0
-    wake = threading.Event()
-    pool._on_change = wake.set
-    while waiting or active:
-        for request in active[:]:
-            request[2] -= 1
-            if not request[2]:
-                assert_exact(pool.buffer, request[0], request[1])
-                pool.release(request[0])
-                active.remove(request)
-        for i, ref in enumerate(waiting[:]):
-            if len(active) == running or (i and passed >= patience):
-                break
-            wake.clear()
-            adapter = pool.acquire(ref)
-            if adapter is None:
-                continue
-            passed = 0 if ref is waiting[0] else passed + 1
-            waiting.remove(ref)
-            active.append([adapter, ref, steps])
-            admitted.append(ref.name)
-        stats = pool.stats()
-        assert stats.device_used <= stats.device_bytes
-        assert stats.host_used <= stats.host_bytes
-        pool.check_integrity()
-        if not active and waiting:
-            assert wake.wait(20), "nothing runs and nothing wakes the engine"
-    return admitted
 
 
 def test_a_large_adapter_gets_in_under_a_stream_of_small_ones(
@@ -187,7 +148,8 @@ def test_a_large_adapter_gets_in_under_a_stream_of_small_ones(
     big = write_adapter(tmp_path, "big", every_module(24))
     pool = make_pool(device_bytes(big), clock=time.monotonic)
     small = [same_size[i % 6] for i in range(200)]
-    order = serve(pool, [*small[:4], big, *small[4:]], patience=8, steps=5, running=4)
+    requests = [[ref] for ref in (*small[:4], big, *small[4:])]
+    order = serve(pool, requests, patience=8, steps=5, running=4)
     assert len(order) == 201
     assert order.index("big") <= 4 + 5 * 8  # it and each of the four before it: passed 8 times
 
@@ -199,7 +161,7 @@ def test_far_more_adapters_than_room_are_all_served(make_pool: MakePool, tmp_pat
     pool = make_pool(2 * largest, 4 * largest, clock=time.monotonic)
     for ref in refs:
         pool.prefetch(ref)
-    requests = refs * 3
+    requests = [[ref] for ref in refs * 3]
     random.Random(2).shuffle(requests)
     order = serve(pool, requests, patience=16, steps=3, running=8)
-    assert sorted(order) == sorted(ref.name for ref in requests)
+    assert sorted(order) == sorted(ref.name for ref in refs * 3)

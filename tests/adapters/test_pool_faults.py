@@ -122,13 +122,13 @@ def test_a_load_forgotten_in_mid_read_is_discarded(
     if prefetch:
         pool.prefetch(ref)
     else:
-        assert pool.acquire(ref) is None
+        assert pool.acquire([ref]) is None
     wait_until(lambda: disk.started == ["s0"])
     pool.forget(ref.digest)
     assert pool.state(ref.digest) == "absent"
     pool.check_integrity()
     if again:
-        assert pool.acquire(ref) is None
+        assert pool.acquire([ref]) is None
     go.set()
     settle(pool)
     assert pool.stats().copies_total == again
@@ -147,7 +147,7 @@ def test_a_failure_of_a_forgotten_load_is_not_remembered(
     if prefetch:
         pool.prefetch(ref)
     else:
-        assert pool.acquire(ref) is None
+        assert pool.acquire([ref]) is None
     wait_until(lambda: disk.started == ["s0"])
     pool.forget(ref.digest)
     go.set()
@@ -163,7 +163,7 @@ def test_a_load_forgotten_before_it_began_reads_nothing(
     pool = make_pool(1 << 16, loader_threads=1)
     go = disk.hold(same_size[0])
     for ref in same_size[:2]:
-        assert pool.acquire(ref) is None
+        assert pool.acquire([ref]) is None
     pool.forget(same_size[1].digest)
     go.set()
     settle(pool)

@@ -111,6 +111,14 @@ def test_a_base_of_the_same_last_name_is_no_cause_to_warn(adapter: Path, spec: B
     assert validate(adapter, spec, Limits()).warnings == ()
 
 
+def test_an_adapter_of_a_quantised_base_is_served_on_the_whole_one(
+    adapter: Path, spec: BaseSpec
+) -> None:
+    edit_config(adapter, base_model_name_or_path="org/tiny-bnb-4bit")
+    (warning,) = validate(adapter, spec, Limits()).warnings
+    assert "tiny-bnb-4bit" in warning
+
+
 def test_a_pattern_that_applies_to_nothing_is_warned_about(adapter: Path, spec: BaseSpec) -> None:
     edit_config(adapter, rank_pattern={"nothing": 4}, alpha_pattern={"q_proj": 8, "layers.0": 2})
     edit_config(adapter, base_model_name_or_path=None)
@@ -300,7 +308,7 @@ def test_all_that_is_wrong_with_both_files_is_reported_at_once(
         del tensors[f"base_model.model.{Q1}.lora_A.weight"]
 
     edit_weights(adapter, spoil)
-    edit_config(adapter, r=3, use_dora=True, future=1)
+    edit_config(adapter, r=3, use_qalora=True, future=1)
     assert codes_of(adapter, spec) == {
         "non_finite_weights",
         "unexpected_key",

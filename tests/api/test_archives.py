@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from adapters.tokenizer_files import TOKENIZER_FILES
 from api.archives import unpack
 from api.members import Members
 from tests.api.archive_files import CONFIG, GOOD, WEIGHTS, tar_of, tar_special, zip_of
@@ -31,7 +32,7 @@ def unpacked(
     outside = {path.name for path in tmp_path.iterdir()} - {"archive", "folder"}
     assert not outside, f"written outside: {outside}"
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")}
-    assert set(files) <= {CONFIG, WEIGHTS}
+    assert set(files) <= {CONFIG, WEIGHTS, *TOKENIZER_FILES}
     return members, files
 
 
@@ -48,6 +49,36 @@ def test_adapter_files_are_read_from_either_kind(tmp_path: Path, folder: str) ->
         members, files = unpacked(place, data, name)
         assert files == GOOD
         assert not members.violations and not members.warnings
+
+
+def test_tokenizer_files_of_the_adapters_folder_come_along(tmp_path: Path) -> None:
+    """A zip is known as a whole; of a tar, what comes first is taken first."""
+    tokenizer = {"x/tokenizer.json": b"{}", "x/chat_template.jinja": b"hi"}
+    adapter = {"x/" + name: data for name, data in GOOD.items()}
+    other = {"tokenizer.json": b"other", "x/y/added_tokens.json": b"other"}
+    expected = GOOD | {"tokenizer.json": b"{}", "chat_template.jinja": b"hi"}
+    for name, content in (
+        ("first.zip", other | tokenizer | adapter),
+        ("last.zip", adapter | tokenizer | other),
+        ("last.tgz", adapter | tokenizer | other),
+    ):
+        place = tmp_path / name
+        place.mkdir()
+        data = zip_of(content) if name.endswith("zip") else tar_of(content)
+        members, files = unpacked(place, data, name)
+        assert files == expected
+        assert not members.violations
+        (warning,) = members.warnings
+        assert warning.endswith(": tokenizer.json, x/y/added_tokens.json")
+
+
+def test_a_tokenizer_file_taken_from_the_wrong_folder_does_not_stay(tmp_path: Path) -> None:
+    adapter = {"x/" + name: data for name, data in GOOD.items()}
+    content = {"tokenizer.json": b"other", "x/tokenizer.json": b"{}"} | adapter
+    members, files = unpacked(tmp_path, tar_of(content), "a.tgz")
+    assert files == GOOD
+    assert members.misplaced == ("tokenizer.json",)
+    assert "tokenizer.json, x/tokenizer.json" in members.warnings[0]
 
 
 def test_folder_entries_and_harmless_files_are_passed_over(tmp_path: Path) -> None:

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 
 from adapters.manifest import WEIGHTS_FILE
 from api.steps import DEFAULT_LIMIT
+from base_engine.smoke import smoke_prompts
 from tests.api.server import Running, serving, until
-from tests.tiny import make_adapter, signature_adapter
+from tests.generation import adapter_ref
+from tests.tiny import BYTE0, VOCAB, make_adapter, signature_adapter
 
 PROBES = ("/live", "/ready", "/health")
 
@@ -177,14 +178,22 @@ def test_an_unreadable_adapter_is_mended_by_uploading_it_again(
 def test_an_adapter_whose_output_overflows_is_said_so_and_nobody_else_notices(
     llama_base: Path, tmp_path: Path
 ) -> None:
-    folder = make_adapter(llama_base, tmp_path / "a", seed=1)
+    """It overflows on one token alone, which no adapter is tried out on before it is accepted."""
+    options: dict[str, Any] = {"target_modules": ["embed_tokens"], "lora_alpha": 64}
+    folder = make_adapter(llama_base, tmp_path / "a", seed=1, **options)
     tensors = load_file(folder / WEIGHTS_FILE)
-    save_file({n: torch.full_like(t, 1e30) for n, t in tensors.items()}, folder / WEIGHTS_FILE)
     with serving(llama_base, tmp_path / "data") as server:
+        ref = adapter_ref(server.engine, folder)
+        prompts = smoke_prompts(server.engine.base, ref.manifest, 512).shared
+        tried = {token for prompt in prompts for token in prompt}
+        wild = next(token for token in range(BYTE0, VOCAB) if token not in tried)
+        (a,) = (name for name in tensors if name.endswith("lora_embedding_A"))
+        tensors[a][:, wild] = 3e38
+        save_file(tensors, folder / WEIGHTS_FILE)
         assert server.upload("wild", folder).status_code == 201
         quiet = server.complete(max_tokens=8)["choices"]
         for change in ({}, {"stream": True}, {"n": 3}, {"logprobs": 5}):
-            body = {"model": "wild", "prompt": "x", "max_tokens": 4} | change
+            body = {"model": "wild", "prompt": [wild], "max_tokens": 4} | change
             response = server.client.post("/v1/completions", json=body)
             assert response.status_code == 500
             assert response.headers["x-should-retry"] == "false"

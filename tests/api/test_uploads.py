@@ -40,7 +40,12 @@ def test_an_upload_is_served_at_once(server: Running, adapter: Path) -> None:
     assert listed[1].parent == "tiny"  # type: ignore[attr-defined]
     one = server.openai.models.retrieve("nine")
     assert one.id == "nine" and one.created == listed[1].created
+    report = record.pop("report")
+    assert report["status"] == "accepted" and report["effect"] == record["effect"] > 1
     assert server.client.get("/v1/adapters/nine").json()["versions"] == [record]
+    assert server.client.get("/v1/adapters/nine/versions/1").json() == record
+    stored = server.client.get("/v1/adapters/nine/versions/1/report").json()
+    assert (stored["name"], stored["version"], stored["report"]) == ("nine", 1, report)
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar.gz", "tgz"])
@@ -179,7 +184,7 @@ def test_pickles_are_refused_unread(
     config = (CONFIG_FILE, files[CONFIG_FILE])
     response = post(server, "evil", [config, ("adapter_model.bin", bad)])
     assert violations(response) == {"unexpected_weights", "missing_file"}
-    assert "convert it to safetensors" in response.text
+    assert "scripts/check_adapter FOLDER --convert" in response.text
     both = post(server, "evil", [*files.items(), ("adapter_model.bin", bad)])
     assert violations(both) == {"unexpected_weights"}
     renamed = post(server, "evil", [config, (WEIGHTS_FILE, bad)])
@@ -223,7 +228,8 @@ def test_harmless_files_are_ignored_and_told(server: Running, files: dict[str, b
     response = post(server, "extra", [*files.items(), *extra])
     assert response.status_code == 201
     warning = response.json()["warnings"][0]
-    assert all(name in warning for name, _ in extra)
+    assert all(name in warning for name, _ in extra if name != "tokenizer.json")
+    assert response.json()["report"]["tokenizer"]
 
 
 @pytest.mark.parametrize(

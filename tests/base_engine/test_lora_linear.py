@@ -85,10 +85,10 @@ def test_a_mixed_batch_equals_peft_row_by_row() -> None:
     model, binding = Decoder(), LoraBinding(layout.buffer)
     install_lora(model, BASE, binding)
     rows = [(0, 3, 0), (3, 5, None), (5, 6, 1), (6, 10, 2), (10, 11, 3), (11, 12, 1)]
-    runs = [Run(s, e, None if n is None else adapters[n]) for s, e, n in rows]
+    runs = [Run(s, e, () if n is None else ((adapters[n], 1.0),)) for s, e, n in rows]
     binding.rows = Segments.build(runs, BASE, "cpu")
     # The head sees the last row of each run, so its rows are numbered anew.
-    ends = [Run(i, i + 1, run.adapter) for i, run in enumerate(runs)]
+    ends = [Run(i, i + 1, run.adapters) for i, run in enumerate(runs)]
     binding.head = Segments.build(ends, BASE, "cpu")
 
     x = torch.randn(1, 12, 16)
@@ -107,7 +107,7 @@ def test_base_rows_do_not_notice_their_mates() -> None:
     x = torch.randn(1, 5, 16)
     alone = model(x)
     install_lora(model, BASE, binding)
-    runs = [Run(1, 2, adapters[0]), Run(3, 4, adapters[1])]
+    runs = [Run(1, 2, ((adapters[0], 1.0),)), Run(3, 4, ((adapters[1], 1.0),))]
     binding.rows = Segments.build(runs, BASE, "cpu")
     mixed = model(x)
     torch.testing.assert_close(mixed[:, [0, 2, 4]], alone[:, [0, 2, 4]], atol=1e-5, rtol=0)
@@ -141,9 +141,9 @@ def test_parameters_stay_where_they_were_tied_ones_too() -> None:
     assert torch.equal(model(ids).logits, expected)
 
     adapter = layout.add([3], [1.0], target=1)
-    binding.rows = Segments.build([Run(0, 12, adapter)], base, "cpu")
+    binding.rows = Segments.build([Run(0, 12, ((adapter, 1.0),))], base, "cpu")
     assert torch.equal(model(ids).logits, expected), "the head must not read the token segments"
-    binding.head = Segments.build([Run(0, 1, adapter)], base, "cpu")
+    binding.head = Segments.build([Run(0, 1, ((adapter, 1.0),))], base, "cpu")
     assert not torch.equal(model(ids, logits_to_keep=1).logits, expected[:, -1:])
 
 
@@ -155,9 +155,9 @@ class Scaled(nn.Linear):
     ("path", "sizes", "error", "message"),
     [
         ("layers.0.k_proj", (16, 32), AttributeError, "k_proj"),
-        ("layers.0", (16, 32), TypeError, "layers.0 is a Layer, not an nn.Linear"),
+        ("layers.0", (16, 32), TypeError, "layers.0 is a Layer, not an nn.Linear or Conv1D"),
         ("layers.1.q_proj", (16, 33), ValueError, "is 16 → 32, but target bad is 16 → 33"),
-        ("odd", (16, 32), TypeError, "odd is a Scaled, not an nn.Linear"),
+        ("odd", (16, 32), TypeError, "odd is a Scaled, not an nn.Linear or Conv1D"),
     ],
 )
 def test_a_path_that_cannot_be_adapted_is_refused_and_nothing_replaced(
@@ -176,6 +176,6 @@ def test_segments_past_the_rows_that_arrive_are_refused() -> None:
     model, binding = Decoder(), LoraBinding(layout.buffer)
     install_lora(model, BASE, binding)
     adapter = layout.add([4, 4], [1.0, 1.0])
-    binding.rows = Segments.build([Run(0, 9, adapter)], BASE, "cpu")
+    binding.rows = Segments.build([Run(0, 9, ((adapter, 1.0),))], BASE, "cpu")
     with pytest.raises(ValueError, match="segments reach row 9, but there are 5 rows"):
         model(torch.randn(1, 5, 16))

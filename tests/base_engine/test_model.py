@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MambaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -15,8 +17,9 @@ from base_engine.attention import KVCache, StepAttention
 from base_engine.errors import ModelUnsupported
 from base_engine.model import Decoder
 from base_engine.request import GenerateRequest, SamplingParams
+from base_engine.row_layout import RowLayout, learned_layouts
 from base_engine.sequence import Chunk, Sequence
-from tests.tiny import FAMILIES, oracle_logprobs, tiny_base
+from tests.tiny import FAMILIES, make_adapter, oracle_logprobs, tiny_base
 
 #: Families beyond those that tests/tiny.py can adapt.
 OTHER_FAMILIES = ("gemma3_text", "gpt2", "gpt_neox", "mixtral", "olmo", "qwen3_moe")
@@ -143,6 +146,73 @@ def test_router_and_expert_weights_are_not_offered_to_adapters(tmp_path: Path) -
     }
 
 
+def test_the_spec_offers_every_parameter_that_sees_the_batch_row_by_row(tmp_path: Path) -> None:
+    for family in ("llama-tied", "qwen3", "gemma2", "gpt2", "qwen2-moe"):
+        decoder = load(tiny_base(tmp_path / family, family))
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=torch.float32)
+        shapes = {n: tuple(p.shape) for n, p in plain.named_parameters(remove_duplicate=False)}
+        assert decoder.spec.parameters == shapes
+        for name, parameter in plain.named_parameters(remove_duplicate=False):
+            assert torch.equal(decoder.parameter(name), parameter)
+        assert decoder.spec.embedding == (
+            "transformer.wte" if family == "gpt2" else "model.embed_tokens"
+        )
+        assert decoder.spec.model_type == plain.config.model_type
+
+
+def test_gpt2s_linears_are_offered_with_their_sizes(tmp_path: Path) -> None:
+    spec = load(tiny_base(tmp_path / "gpt2", "gpt2")).spec
+    assert {t.name: (t.in_features, t.out_features) for t in spec.targets} == {
+        "attn.c_attn": (64, 192),
+        "attn.c_proj": (64, 64),
+        "mlp.c_fc": (64, 256),
+        "mlp.c_proj": (256, 64),
+        "lm_head": (64, 320),
+    }
+
+
+def test_linears_that_see_all_tokens_in_two_dimensions_are_offered(tmp_path: Path) -> None:
+    spec = load(tiny_base(tmp_path / "moe", "qwen2-moe")).spec
+    names = {t.name for t in spec.targets}
+    assert {"mlp.shared_expert.gate_proj", "mlp.shared_expert_gate"} <= names
+
+
+def test_modules_that_mix_rows_are_not_offered() -> None:
+    class Causal(nn.Module):
+        """Looks like a row-wise module by its shapes, but adds up the rows before."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * x.cumsum(1)
+
+    model = nn.Sequential(
+        nn.LayerNorm(4), Causal(), nn.Conv1d(7, 7, 1), nn.Linear(4, 3), nn.Flatten(0, 1)
+    )
+    with learned_layouts(model, 7, None, 2) as layouts:
+        model(torch.randn(1, 7, 4))
+    assert set(layouts) == {"0", "3"}
+    assert layouts["0"] == RowLayout((1,), {}, (1,), flat=True)
+
+
+def test_fused_projections_and_their_parts_are_told(tmp_path: Path) -> None:
+    split = load(tiny_base(tmp_path / "llama")).spec.fused
+    attention, mlp = "model.layers.1.self_attn", "model.layers.1.mlp"
+    parts = {
+        f"{attention}.qkv_proj": (
+            (f"{attention}.q_proj", 64), (f"{attention}.k_proj", 32), (f"{attention}.v_proj", 32)
+        ),
+        f"{mlp}.gate_up_proj": ((f"{mlp}.gate_proj", 128), (f"{mlp}.up_proj", 128)),
+    }  # fmt: skip
+    assert {path: split[path] for path in parts} == parts and len(split) == 4
+    whole = load(tiny_base(tmp_path / "phi3", "phi3")).spec
+    assert whole.fused == split
+    assert set(parts) <= set(whole.module_index)
+    assert load(save_other(tmp_path / "neox", "gpt_neox")).spec.fused == {}
+
+
 def test_attention_sinks_are_refused_rather_than_left_out(tmp_path: Path) -> None:
     config = GptOssConfig(
         vocab_size=64,
@@ -241,3 +311,11 @@ def test_a_little_training_makes_another_base(tmp_path: Path) -> None:
         parameter.data += step * parameter.abs().mean()
     model.save_pretrained(tmp_path / "trained")
     assert load(tmp_path / "trained").spec.digest != load(one).spec.digest
+
+
+def test_a_base_folder_that_holds_an_adapter_is_refused(llama_base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "both"
+    shutil.copytree(llama_base, folder)
+    make_adapter(llama_base, folder, seed=1)
+    with pytest.raises(ModelUnsupported, match="both holds an adapter"):
+        Decoder.load(folder, name=None, dtype="float32", device="cpu")

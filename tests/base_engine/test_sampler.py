@@ -321,6 +321,75 @@ class TestLogprobs:
         assert len(drawn.logprobs.top) == 3
 
 
+class TestForeignIds:
+    """Columns of -inf: ids that only a batch mate's larger vocabulary has."""
+
+    @pytest.mark.parametrize(
+        "params",
+        [
+            {"temperature": 0.0},
+            {"temperature": 1.0},
+            {"temperature": 1.5, "top_p": 0.9},
+            {"temperature": 1.5, "top_k": 400},
+            {"temperature": 1.5, "top_k": 20, "top_p": 1.0, "min_p": 0.01},
+            {"temperature": 1.5, "top_p": 0.999999},
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize(("vocab", "extra"), [(40, 3), (320, 300), (700, 1)])
+    def test_change_no_token(self, vocab: int, extra: int, params: dict[str, Any]) -> None:
+        x = logits(100, vocab, seed=vocab)
+        wide = torch.nn.functional.pad(x, (0, extra), value=-math.inf)
+        drawn = [
+            [s.token_id for s in sample(y, [row(i, **params) for i in range(100)])]
+            for y in (x, wide)
+        ]
+        assert drawn[0] == drawn[1] and max(drawn[1]) < vocab
+
+    def test_are_not_among_the_alternatives(self) -> None:
+        x = logits(2, 6)
+        wide = torch.nn.functional.pad(x, (0, 4), value=-math.inf)
+        wide[1, 6:8] = 1.0  # the mate has two of them
+        for asked, own, mates in ((5, 5, 5), (6, 6, 6), (7, 6, 7), (20, 6, 8)):
+            rows = [row(temperature=0.0, logprobs=asked)] * 2
+            first, second = (s.logprobs for s in sample(wide, rows))
+            assert first is not None and second is not None
+            assert (len(first.top), len(second.top)) == (own, mates)
+            assert all(token < 6 for token, _ in first.top)
+            assert all(math.isfinite(value) for _, value in (*first.top, *second.top))
+        [narrow] = sample(x[:1], [row(temperature=0.0, logprobs=6)])
+        [padded] = sample(wide[:1], [row(temperature=0.0, logprobs=10)])
+        assert narrow.logprobs is not None and padded.logprobs is not None
+        assert [t for t, _ in narrow.logprobs.top] == [t for t, _ in padded.logprobs.top]
+        assert padded.logprobs.chosen == pytest.approx(narrow.logprobs.chosen, abs=1e-6)
+
+    def test_do_not_hide_an_overflow(self) -> None:
+        wide = torch.nn.functional.pad(logits(3, 6), (0, 4), value=-math.inf)
+        wide[0, 3], wide[1, :6] = math.nan, -math.inf
+        first, second, third = sample(wide, [row(temperature=1.0)] * 3)
+        assert isinstance(first.error, LogitsNotFinite)
+        assert isinstance(second.error, LogitsNotFinite)
+        assert third.error is None and third.token_id < 6
+
+
+class TestLogits:
+    def test_are_a_copy_of_the_rows_that_asked(self) -> None:
+        x = logits(3, 50)
+        asked = sample(x, [row(logits=i == 1) for i in range(3)])
+        assert asked[0].logits is asked[2].logits is None
+        got = asked[1].logits
+        assert got is not None and torch.equal(got, x[1])
+        x.zero_()
+        assert got.abs().max() > 0
+
+    def test_that_are_not_finite_are_an_error(self) -> None:
+        x = logits(2, 50)
+        x[0, 7] = math.inf
+        bad, good = sample(x, [row(logits=True)] * 2)
+        assert isinstance(bad.error, LogitsNotFinite) and bad.logits is None
+        assert good.logits is not None
+
+
 class TestUnusableRows:
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_fail_alone(self, temperature: float) -> None:

@@ -56,7 +56,7 @@ def error(parts: Parts, inner: int, outer: int, dtype: str, x_dtype: str) -> str
             for rows, rank in parts
         ]
     )
-    target = Segments.build(runs, layout.base, "cpu").targets[0]
+    target = Segments.build(runs, layout.base, "cpu").targets[0][0]
     atol, rtol = TOLERANCE[x_dtype]
     for layer in range(2):
         x, y = (layout.randn(runs[-1].end, n).to(getattr(torch, x_dtype)) for n in (inner, outer))
@@ -69,7 +69,7 @@ def error(parts: Parts, inner: int, outer: int, dtype: str, x_dtype: str) -> str
         if not torch.allclose(y.double(), expected, atol=atol, rtol=rtol):
             return f"layer {layer}: off by {(y.double() - expected).abs().max()}"
         for run in runs:
-            if run.adapter is None and not torch.equal(
+            if not run.adapters and not torch.equal(
                 y[run.start : run.end], before[run.start : run.end]
             ):
                 return f"base rows [{run.start}, {run.end}) changed"

@@ -102,10 +102,12 @@ class Layout:
         """The dense formula, float64 [T, out_features]."""
         delta = torch.zeros(len(x), self.base.targets[target].out_features, dtype=torch.float64)
         for run in runs:
-            d = self.dense[run.adapter].get((target, layer)) if run.adapter else None
-            if d is not None:
-                rows = x[run.start : run.end].double()
-                delta[run.start : run.end] = d.scale * (rows @ d.a.T.double()) @ d.b.T.double()
+            rows = x[run.start : run.end].double()
+            for adapter, weight in run.adapters:
+                d = self.dense[adapter].get((target, layer))
+                if d is not None:
+                    product = (rows @ d.a.T.double()) @ d.b.T.double()
+                    delta[run.start : run.end] += weight * d.scale * product
         return delta
 
     def _fill(self, spec: TargetSpec, page: int, number: int, layers: list[Dense | None]) -> None:
@@ -122,10 +124,15 @@ class Layout:
                     rows[: len(part)] = part
 
 
+def alone(adapter: ResidentAdapter | None) -> tuple[tuple[ResidentAdapter, float], ...]:
+    """What a run of one adapter with weight 1, or of the base, goes through."""
+    return () if adapter is None else ((adapter, 1.0),)
+
+
 def lengths_to_runs(parts: Sequence[tuple[int, ResidentAdapter | None]]) -> list[Run]:
     """Runs side by side from row 0 on."""
     runs, start = [], 0
     for rows, adapter in parts:
-        runs.append(Run(start, start + rows, adapter))
+        runs.append(Run(start, start + rows, alone(adapter)))
         start += rows
     return runs
