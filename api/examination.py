@@ -170,7 +170,7 @@ async def _try_out(engine: Engine, upload: Upload, manifest: AdapterManifest) ->
     if effect == 0.0 and not upload.allow_noop:
         message = (
             "changes no output on the prompts it was tried on, so it would answer as the base "
-            "does; send allow_noop=true if that is meant"
+            "does; send allow_noop=true (check_adapter: --allow-noop) if that is meant"
         )
         raise AdapterRejected([Violation("no_effect", WEIGHTS_FILE, message)])
     return replace(manifest, effect=effect)

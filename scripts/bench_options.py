@@ -107,7 +107,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     )
     add(
         "--workloads",
-        "base, identical, distinct:N, uniform:N, zipf:N, with N the number of adapters",
+        "base, identical, distinct:N, uniform:N, zipf:N, summed:N, with N the number of adapters",
         type=_workloads,
         default=WORKLOADS,
         metavar="LIST",

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer
 
-KINDS = ("base", "identical", "distinct", "uniform", "zipf")
+KINDS = ("base", "identical", "distinct", "uniform", "zipf", "summed")
 MAX_ADAPTERS = 10_000
 
 _ZIPF_EXPONENT = 1.1
@@ -35,7 +35,8 @@ class Workload:
     """Which of the first `adapters` adapters the requests name.
 
     "base" names none, "identical" always the first, "distinct" takes them in turn, "uniform"
-    draws them alike, "zipf" draws number r (from 1) with weight 1 / r**1.1.
+    draws them alike, "zipf" draws number r (from 1) with weight 1 / r**1.1; "summed" asks for all
+    of them in each request, weighted alike.
     """
 
     kind: str
@@ -43,7 +44,7 @@ class Workload:
 
     @classmethod
     def parse(cls, text: str) -> Workload:
-        """`base`, `identical`, `distinct:8`, `uniform:64` or `zipf:64`. Raises ValueError."""
+        """Such as `base`, `identical`, `distinct:8`, `zipf:64` or `summed:2`. Raises ValueError."""
         kind, colon, count = text.partition(":")
         if kind not in KINDS:
             raise ValueError(f"{text!r} is no workload; there are {', '.join(KINDS)}")
@@ -66,6 +67,8 @@ class Workload:
         match self.kind:
             case "base":
                 return [None] * count
+            case "summed":
+                return [0] * count
             case "identical" | "distinct":
                 return [i % self.adapters for i in range(count)]
             case "uniform":
@@ -76,12 +79,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Job:
-    """One request: exactly `max_tokens` are wanted. `arrival` is in seconds after the start."""
+    """One request: exactly `max_tokens` are wanted. `arrival` is in seconds after the start.
+
+    `summed` is how many adapters, from `adapter` on, are added up for it.
+    """
 
     prompt: str
     max_tokens: int
     adapter: int | None
     arrival: float = 0.0
+    summed: int = 1
 
 
 @dataclass(frozen=True)
@@ -105,11 +112,12 @@ class Load:
         words = Random(f"{self.seed}/{round}/{workload}/words")
         adapters = Random(f"{self.seed}/{round}/{workload}/adapters")
         jobs, clock = [], 0.0
+        summed = workload.adapters if workload.kind == "summed" else 1
         for adapter in workload.choose(self.requests, adapters):
             prompt = _prompt(sizes.randint(*self.prompt), words, tokenizer)
             max_tokens = sizes.randint(*self.output)
             clock += sizes.expovariate(self.rate) if self.rate else 0.0
-            jobs.append(Job(prompt, max_tokens, adapter, clock))
+            jobs.append(Job(prompt, max_tokens, adapter, clock, summed))
         return jobs
 
 
@@ -226,8 +234,14 @@ class Client:
         return Outcome(first - started, gaps, usage.get("prompt_tokens", 0), output)
 
     def _body(self, job: Job) -> dict[str, Any]:
+        who: dict[str, Any] = {"model": self._base_model}
+        if job.adapter is not None and job.summed == 1:
+            who["model"] = self._adapters[job.adapter]
+        elif job.adapter is not None:
+            names = self._adapters[job.adapter : job.adapter + job.summed]
+            who["adapters"] = [{"name": name, "weight": 1 / job.summed} for name in names]
         return {
-            "model": self._base_model if job.adapter is None else self._adapters[job.adapter],
+            **who,
             "prompt": job.prompt,
             "max_tokens": job.max_tokens,
             "temperature": 0,

@@ -24,7 +24,7 @@ from scripts.serve import DEMO_ADAPTERS
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 API = (ROOT / "docs" / "api.md").read_text()
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/api.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/api.md", "docs/parity.md")
 CODE = re.compile(r"`([a-z_]+)`")
 
 
@@ -112,7 +112,8 @@ def test_commands_and_files_that_the_pages_name_exist() -> None:
         text = (ROOT / page).read_text()
         for path in set(re.findall(r"(?<![\w/])(?:scripts|tests|docs)/[\w./-]+\b", text)):
             assert (ROOT / path).exists(), f"{page} names {path}"
-    for command in ("serve", "test", "check", "setup", "train_persona", "bench_serving"):
+    commands = "serve test check setup check_adapter train_persona parity_table bench_serving"
+    for command in commands.split():
         assert os.access(ROOT / "scripts" / command, os.X_OK)
 
 
@@ -124,7 +125,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_flags_that_the_readme_names_exist() -> None:
     known = {"--" + field.name.replace("_", "-") for field in fields(Settings)}
-    known |= {"--help", "--data", "--out", "--quick"}
+    known |= {"--help", "--data", "--out", "--quick", "--convert"}
     assert set(re.findall(r"(?<!\w)--[a-z][a-z-]+", README)) <= known
 
 

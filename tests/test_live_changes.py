@@ -202,6 +202,7 @@ def test_a_cold_adapter_on_a_slow_disk_holds_nobody_back(
     seven = signature_adapter(scripted, tmp_path / "s", 3 + ord("S"))
     with serving(scripted, tmp_path / "data") as server:
         assert server.upload("s", seven).status_code == 201
+        loads = server.engine.adapters.stats().loads_total
         slow_reads(2.0)
         streams = Streams(server, ["tiny"] * 4, 480)
         streams.wait_until_started()
@@ -219,7 +220,7 @@ def test_a_cold_adapter_on_a_slow_disk_holds_nobody_back(
         # The read alone takes two seconds; neither a token nor a probe waited for it.
         assert max(streams.gaps) < 1.0
         assert len(health) > 5 and max(health) < 1.0
-        assert server.engine.adapters.stats().loads_total == 1
+        assert server.engine.adapters.stats().loads_total == loads + 1
 
 
 def test_adapters_of_another_base_are_neither_listed_nor_served(tmp_path: Path) -> None:

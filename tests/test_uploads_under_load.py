@@ -102,7 +102,10 @@ def test_a_300_mb_adapter_goes_up_in_little_memory_while_others_stream(
         streams.finish()
         assert response.status_code == 201, response.text
         assert response.json()["bytes"] > 300_000_000
-        assert peak - before < MARGIN, f"{(peak - before) / MIB:.0f} MiB"
+        # It is tried out before it is accepted: then its weights are on host and device, within
+        # the budgets for that.
+        held = 2 * response.json()["report"]["device_bytes"]
+        assert peak - before - held < MARGIN, f"{(peak - before - held) / MIB:.0f} MiB"
         # What stands still without an upload, on a busy machine, is no fault of the upload.
         quiet, busy = streams.worst_gap(quiet_from, start), streams.worst_gap(start, end)
         assert busy < 1 + 5 * quiet, f"{busy:.2f} s in an upload of {end - start:.1f} s"

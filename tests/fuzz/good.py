@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 
 from adapters.manifest import CONFIG_FILE, WEIGHTS_FILE
-from tests.fuzz.inputs import Folder
+from tests.fuzz.uploads import Folder
 from tests.tiny import VOCAB, make_adapter, save_tokenizer
 
 
 def peft_uploads(base: Path, root: Path) -> list[Folder]:
     """Adapters of a Llama with biases, with most of what PEFT can save."""
-    options = [
+    options: list[dict[str, Any]] = [
         {},
         {
             "target_modules": r"model\.layers\.\d+\.self_attn\.(q|v)_proj",
@@ -33,10 +35,12 @@ def peft_uploads(base: Path, root: Path) -> list[Folder]:
         {"alora_invocation_tokens": [60, 61], "target_modules": "all-linear"},
         {"target_modules": ["embed_tokens", "lm_head"], "save_embedding_layers": True},
     ]
-    return [
-        contents(make_adapter(base, root / str(i), seed=i, **{"r": 2, **more}))
-        for i, more in enumerate(options)
-    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of what cannot be merged
+        return [
+            contents(make_adapter(base, root / str(i), seed=i, **{"r": 2, **more}))
+            for i, more in enumerate(options)
+        ]
 
 
 def expert_uploads(base: Path, root: Path) -> list[Folder]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import struct
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hypothesis import strategies as st
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: Numbers at which sizes, offsets and counts break.
 EDGES = (
@@ -129,7 +133,27 @@ _RAW = (
 )
 
 
-@st.composite
+def drawn(
+    draw_one: Callable[Concatenate[st.DrawFn, P], T],
+) -> Callable[P, st.SearchStrategy[T]]:
+    """As `st.composite`, but the strategy does not show its arguments, which may be megabytes."""
+
+    def strategy(*args: P.args, **kwargs: P.kwargs) -> st.SearchStrategy[T]:
+        @st.composite
+        def one(draw: st.DrawFn) -> T:
+            return draw_one(draw, *args, **kwargs)
+
+        return one()
+
+    return strategy
+
+
+def rarely(draw: st.DrawFn, one_in: int) -> bool:
+    """True once in a while; hypothesis draws the ends of a range too often for that."""
+    return draw(st.integers(1, one_in)) == one_in // 2
+
+
+@drawn
 def spoilt_json(draw: st.DrawFn, good: Any) -> bytes:
     """The JSON of `good` after some changes of its values, its keys and its text."""
     value = copy.deepcopy(good)
@@ -151,7 +175,7 @@ def spoilt_json(draw: st.DrawFn, good: Any) -> bytes:
     return text
 
 
-@st.composite
+@drawn
 def spoilt_bytes(draw: st.DrawFn, good: bytes, other: bytes = b"") -> bytes:
     """`good` after some changes: bits, bytes, whole numbers, parts cut, doubled, or of `other`."""
     data = bytearray(good)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,10 +17,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from tests.fuzz.archives import archives
+from tests.fuzz.forms import forms
 from tests.fuzz.good import expert_uploads, mlx_uploads, peft_uploads, tokenizer_uploads
-from tests.fuzz.inputs import archives, forms, uploads
+from tests.fuzz.mutations import drawn
 from tests.fuzz.targets import targets
-from tests.fuzz.watched import Found, Watched
+from tests.fuzz.uploads import uploads
+from tests.fuzz.watched import Found, Watched, Wrong
 from tests.tiny import tiny_base
 
 pytestmark = pytest.mark.skipif(
@@ -36,6 +41,23 @@ KINDS = {
     "tokenizers": (100, "llama"),
     "experts": (80, "mixtral"),
 }
+
+
+class Input:
+    """What is fed, not shown: it may be megabytes."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def __repr__(self) -> str:
+        return f"an input of {len(pickle.dumps(self.content))} bytes"
+
+    def keep(self) -> str:
+        with tempfile.NamedTemporaryFile(prefix="fuzz-", delete=False) as file:
+            pickle.dump(self.content, file)
+        return file.name
+
+
 #: Inputs between two looks at the clock.
 _ROUND = 500
 
@@ -93,6 +115,11 @@ def _inputs(kind: str, bases: dict[str, Path], root: Path) -> st.SearchStrategy[
             return uploads(expert_uploads(bases["mixtral"], root))
 
 
+@drawn
+def _fed(draw: st.DrawFn, inputs: st.SearchStrategy[Any]) -> Input:
+    return Input(draw(inputs))
+
+
 def _feed(
     watched: Watched, target: str, inputs: st.SearchStrategy[Any], count: int, number: int
 ) -> None:
@@ -104,8 +131,12 @@ def _feed(
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
-    @given(inputs)
-    def run(value: Any) -> None:
-        watched.run((target, value))
+    @given(_fed(inputs))
+    def run(value: Input) -> None:
+        try:
+            watched.run((target, value.content))
+        except Wrong as error:
+            error.add_note(f"the input is kept, pickled, in {value.keep()}")
+            raise
 
     run()

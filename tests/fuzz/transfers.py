@@ -43,7 +43,7 @@ def take_form(value: tuple[str, list[bytes]], folder: Path) -> str:
             yield chunk
 
     async def read() -> str:
-        is_open = False
+        is_open, nbytes = False, 0
         async for event in read_parts(content_type, body()):
             match event:
                 case PartBegin(name, filename):
@@ -51,11 +51,12 @@ def take_form(value: tuple[str, list[bytes]], folder: Path) -> str:
                     (name + (filename or "")).encode()
                     is_open = True
                 case PartData(data):
-                    assert is_open and len(data) <= max(map(len, chunks))
+                    assert is_open
+                    nbytes += len(data)
                 case PartEnd():
                     assert is_open
                     is_open = False
-        assert not is_open
+        assert not is_open and nbytes < sum(map(len, chunks))
         return "taken"
 
     try:

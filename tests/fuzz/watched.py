@@ -7,6 +7,7 @@ bounded, and the peak of what is resident is measured for each input).
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -109,6 +110,8 @@ class Watched:
 
 def _serve(connection: Connection, prepare: Callable[[], Callable[[Any, Path], str]]) -> None:
     target = prepare()
+    gc.collect()
+    gc.freeze()  # so that a full collection, which looks at all that is loaded, is not measured
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
     connection.send("ready")
     with tempfile.TemporaryDirectory() as root:

@@ -30,6 +30,17 @@ def test_each_workload_names_the_adapters_it_is_called_after() -> None:
     assert picks("identical", 3) == [0] * 3
     assert picks("distinct:3", 7) == [0, 1, 2, 0, 1, 2, 0]
     assert set(picks("uniform:4", 200)) == {0, 1, 2, 3}
+    assert picks("summed:3", 2) == [0, 0]
+
+
+def test_a_summed_workload_asks_for_all_adapters_at_once() -> None:
+    job = LOAD.jobs(Workload.parse("summed:2"), 0, None)[0]
+    client = Client("http://127.0.0.1:1", "base", ["a", "b", "c"], None, 1)
+    body = client._body(job)
+    assert body["model"] == "base"
+    assert body["adapters"] == [{"name": "a", "weight": 0.5}, {"name": "b", "weight": 0.5}]
+    alone = client._body(LOAD.jobs(Workload("distinct", 2), 0, None)[1])
+    assert alone["model"] == "b" and "adapters" not in alone
 
 
 def test_zipf_weighs_adapters_by_their_rank() -> None:
