@@ -63,7 +63,7 @@ class Decoder:
         )
         if getattr(loaded, "_hf_peft_config_loaded", False):
             raise ModelUnsupported(
-                f"{_public_name(model)} holds an adapter, which transformers has put into the base; "
+                f"{_public_name(model)} holds an adapter, which transformers put into the base; "
                 "a base must be served without: take adapter_config.json out of its folder"
             )
         module: nn.Module = loaded
