@@ -26,7 +26,7 @@ from adapters.peft_config import PeftConfig, parse_config
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 8 << 20
-MAX_TENSORS = 20_000
+MAX_TENSORS = 10_000
 MAX_NAME_LENGTH = 512
 MAX_DIMENSIONS = 8
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import uuid
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -103,7 +104,26 @@ def _sources(services: Services, tenant: str, asked: CompositionRequest) -> list
             )
             raise BadRequest(message, where, "unsupported_parameter")
         refs.append(ref)
+    if asked.combination_type != "cat":
+        _check_ranks(asked.combination_type, refs)
     return refs
+
+
+def _check_ranks(combination_type: str, refs: list[AdapterRef]) -> None:
+    """Only concatenation takes a module's ranks as they come."""
+    ranks: dict[str, set[int]] = {}
+    for ref in refs:
+        own: Counter[str] = Counter()
+        for lora in ref.manifest.modules:
+            own[lora.module] += lora.rank
+        for module, rank in own.items():
+            ranks.setdefault(module, set()).add(rank)
+    for module, found in ranks.items():
+        if len(found) > 1:
+            raise _impossible(
+                f"{module} has the ranks {sorted(found)}; {combination_type} needs equal ones "
+                "(cat does not)"
+            )
 
 
 def _spec(

@@ -19,6 +19,7 @@ from adapters.manifest import CONFIG_FILE, WEIGHTS_FILE
 from adapters.peft_files import (
     MAX_CONFIG_BYTES,
     MAX_HEADER_BYTES,
+    MAX_TENSORS,
     content_digest,
     read_config,
     read_header,
@@ -159,12 +160,12 @@ def test_millions_of_tensors_are_refused_at_once_and_in_little_memory(tmp_path: 
 
 
 def test_tensors_are_counted(tmp_path: Path) -> None:
-    header = {f"{i}": _entry(4 * i, 4 * i + 4) for i in range(20_001)}
-    path = write_safetensors(tmp_path / WEIGHTS_FILE, header, bytes(4 * 20_001))
-    assert "at most 20000" in _only_message(path, "corrupt_adapter")
-    del header["20000"]
-    write_safetensors(path, header, bytes(4 * 20_000))
-    assert len(read_header(path).tensors) == 20_000
+    header = {f"{i}": _entry(4 * i, 4 * i + 4) for i in range(MAX_TENSORS + 1)}
+    path = write_safetensors(tmp_path / WEIGHTS_FILE, header, bytes(4 * (MAX_TENSORS + 1)))
+    assert f"at most {MAX_TENSORS}" in _only_message(path, "corrupt_adapter")
+    del header[f"{MAX_TENSORS}"]
+    write_safetensors(path, header, bytes(4 * MAX_TENSORS))
+    assert len(read_header(path).tensors) == MAX_TENSORS
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def options(draw: st.DrawFn, family: str) -> Options:
         found["r"] += found["r"] % 2
     found["std"] = 0.2 if found["r"] <= 16 else 0.05
     found |= draw(_targets(family))
-    for feature in draw(st.lists(st.sampled_from(sorted(_FEATURES)), max_size=2, unique=True)):
+    for feature in draw(st.lists(st.sampled_from(sorted(_FEATURES)), max_size=3, unique=True)):
         found |= _FEATURES[feature](draw, family, names, found)
     return found
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, set_peft_model_state_dict
+from peft.utils import load_peft_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -100,6 +101,15 @@ class Stand:
         if vocab_size:
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
         return PeftModel.from_pretrained(model, str(adapter)).eval()
+
+    def left_out(self, adapter: Path) -> tuple[set[str], set[str]]:
+        """What PEFT misses in `adapter`, and the tensors that it does not take from it, of which
+        it warns at most. Raises what PEFT raises for files that it cannot load."""
+        tensors = load_peft_weights(str(adapter))
+        result: Any = set_peft_model_state_dict(self.peft(adapter), dict(tensors))
+        missing = {name for name in result.missing_keys if "lora_" in name}
+        ignored = {name.removesuffix(".weight") for name in result.unexpected_keys}
+        return missing, {name for name in tensors if name.removesuffix(".weight") in ignored}
 
     def _check_company(self, logits: list[Tensor]) -> None:
         """The other rows are what they were in the first batch, whatever runs beside them."""

@@ -34,12 +34,12 @@ pytestmark = pytest.mark.skipif(
 MINUTES = float(os.environ.get("LORIKEET_FUZZ_MINUTES", "0"))
 #: Kind of input -> how many a short run has, and the target that takes them.
 KINDS = {
-    "archives": (200, "archive"),
-    "forms": (150, "form"),
-    "peft": (250, "llama"),
-    "mlx": (100, "llama"),
-    "tokenizers": (100, "llama"),
-    "experts": (80, "mixtral"),
+    "archives": (120, "archive"),
+    "forms": (100, "form"),
+    "peft": (150, "llama"),
+    "mlx": (80, "llama"),
+    "tokenizers": (80, "llama"),
+    "experts": (60, "mixtral"),
 }
 
 
