@@ -57,6 +57,13 @@ def pattern_of(convert: Callable[[Any], T]) -> Callable[[Any], PatternValues[T]]
     return pattern_values
 
 
+def as_dropout(value: Any) -> float:
+    """Has no effect, but PEFT makes a layer of it."""
+    if type(value) in (int, float) and 0 <= value <= 1:
+        return float(value)
+    raise ValueError(f"is {shown(value)}; it must be a number from 0 to 1")
+
+
 def as_flag(value: Any) -> bool:
     if not isinstance(value, bool | None):
         raise ValueError(f"is {shown(value)}; it must be true or false")

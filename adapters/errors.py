@@ -46,6 +46,13 @@ class AdapterUnavailable(AdapterError):
     """An accepted adapter cannot be loaded: its stored files are missing or damaged."""
 
 
+def printable(text: str) -> str:
+    """`text` with control characters, marks of direction and the like escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 _MOST_CHARACTERS = 400
 _MOST_CODES = 3
 #: What an adapter of another base model is refused for, tensor by tensor.
@@ -72,7 +79,7 @@ def _summary(violations: Sequence[Violation]) -> str:
         if len(groups) > _MOST_CODES:
             causes.append(f"and {len(groups) - _MOST_CODES} more kinds")
         text = f"{hint}Refused for {len(violations)} reasons: {'; '.join(causes)}."
-    return _cut(text, _MOST_CHARACTERS)
+    return _cut(printable(text), _MOST_CHARACTERS)
 
 
 def _described(violation: Violation) -> str:

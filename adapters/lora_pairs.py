@@ -92,7 +92,11 @@ class _Finder:
         path = self._base.embedding
         kinds: tuple[Kind, Kind] = ("lora_embedding_A", "lora_embedding_B")
         tensors = {role.kind[-1]: tensor for role, tensor in self._roles.of(*kinds)}
-        strays = [role.path for role, _ in self._roles.of(*kinds) if role.path != path]
+        strays = [
+            role.path + role.levels * ".base_layer"
+            for role, _ in self._roles.of(*kinds)
+            if role.path != path or role.levels
+        ]
         for stray in dict.fromkeys(strays):
             self._report("unknown_module", stray, "is not the base's input embedding")
         if strays or not tensors:

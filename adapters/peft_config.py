@@ -16,6 +16,7 @@ from adapters.config_values import (
     PLAIN_NAME,
     as_alpha,
     as_bias,
+    as_dropout,
     as_exclusion,
     as_few_names,
     as_flag,
@@ -112,6 +113,7 @@ def parse_config(data: dict[str, Any]) -> PeftConfig:
         return PeftConfig(violations=(Violation("unsupported_peft_type", "peft_type", message),))
     reader = _Reader(data)
     reader.check_features()
+    reader.read("lora_dropout", as_dropout, 0.0)
     reader.violations.extend(invalid_combinations(data))
     return PeftConfig(
         rank=reader.read("r", as_rank),

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from adapters.errors import AdapterRejected, Violation
+from adapters.errors import AdapterRejected, Violation, printable
 from adapters.layout import layout
 from adapters.manifest import WEIGHTS_FILE, AdapterManifest, BaseSpec
 from adapters.peft_files import TensorEntry, TensorTable
@@ -115,13 +115,6 @@ def refused_report(
         violations=violations,
         tensors=_refused(violations, table) if table is not None else [],
     )
-
-
-def printable(text: str) -> str:
-    """`text` with control characters, marks of direction and the like escaped."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _report(

@@ -17,7 +17,8 @@ import re2  # type: ignore[import-untyped]
 #: `target_modules` spelt so means every linear layer but the head.
 ALL_LINEAR = "all-linear"
 
-MAX_PATTERN_LENGTH = 64 << 10
+MAX_PATTERN_LENGTH = 16 << 10
+MAX_GROUPS = 100
 MAX_PATTERNS = 64
 MAX_PATTERN_ENTRIES = 4096
 
@@ -38,7 +39,7 @@ class LayerFilter:
     @classmethod
     def of(cls, layers: Iterable[int], patterns: Iterable[str] = ()) -> LayerFilter:
         """Raises PatternError."""
-        compiled = (_compile(rf"(?:^|.*?\.){p}\.(?P<idx>\d+)\.", p) for p in patterns)
+        compiled = (_compile(rf"(?:^|.*?\.){p}\.(?P<idx>\d+)\.", p, capture=True) for p in patterns)
         return cls(frozenset(layers), tuple(compiled))
 
     def layer_of(self, path: str) -> int | None:
@@ -163,7 +164,7 @@ _FIRST_NUMBER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 _LITERAL = re.compile(r"[A-Za-z0-9_.]+")
 
 
-def _compile(expression: str, shown: str) -> Any:
+def _compile(expression: str, shown: str, *, capture: bool = False) -> Any:
     if len(shown) > MAX_PATTERN_LENGTH:
         raise PatternError(f"is {len(shown)} characters long; at most {MAX_PATTERN_LENGTH}")
     # `re` and RE2 read these two differently: a POSIX class, a repetition without lower bound.
@@ -173,8 +174,10 @@ def _compile(expression: str, shown: str) -> Any:
     options = re2.Options()
     options.log_errors = False
     options.max_mem = 4 << 20
+    # RE2 gives back every group at each match: thousands of them would take seconds.
+    options.never_capture = not capture
     try:
-        return re2.compile(expression, options)
+        compiled = re2.compile(expression, options)
     except re2.error as error:
         reason = error.args[0]
         text = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
@@ -184,6 +187,9 @@ def _compile(expression: str, shown: str) -> Any:
         ) from None
     finally:
         re2.purge()  # its cache would keep tenants' patterns alive
+    if compiled.groups > MAX_GROUPS:
+        raise PatternError(f"{_short(shown)} has {compiled.groups} groups; at most {MAX_GROUPS}")
+    return compiled
 
 
 def _short(text: str) -> str:

@@ -8,6 +8,7 @@ are those PEFT would compute. Needs memory for one chunk of the file, whatever t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -206,7 +207,11 @@ def _joined(notes: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
 
 
 def _limit_violations(loras: Loras, limits: Limits) -> Iterator[Violation]:
-    for subject, rank in loras.ranks.items():
+    # Several LoRAs of one module add up.
+    summed: Counter[str] = Counter()
+    for lora in loras.modules:
+        summed[lora.module] += lora.rank
+    for subject, rank in (summed | Counter(loras.ranks)).items():
         if rank > limits.max_rank:
             message = f"has rank {rank}; at most {limits.max_rank} is served"
             yield Violation("rank_over_limit", subject, message)

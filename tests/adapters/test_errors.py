@@ -36,3 +36,9 @@ def test_the_summary_is_short_whatever_was_found() -> None:
     assert len(str(rejected)) <= 400
     assert len(rejected.violations) == 1000
     assert len(str(AdapterRejected(violations[:1]))) <= 400
+
+
+def test_the_summary_shows_no_control_characters() -> None:
+    violation = Violation("unexpected_key", "\u202eevil\x1b[2J\n", "is not named as PEFT names it")
+    text = str(AdapterRejected([violation]))
+    assert text.isprintable() and "\\u202eevil\\x1b[2J\\n" in text

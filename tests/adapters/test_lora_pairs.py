@@ -211,6 +211,17 @@ def test_an_embeddings_lora_elsewhere_is_refused(
     assert (violation.code, violation.subject) == ("unknown_module", module)
 
 
+def test_an_embeddings_lora_within_a_wrapper_is_refused(
+    base: Path, spec: BaseSpec, tmp_path: Path
+) -> None:
+    folder = make_adapter(base, tmp_path / "a", seed=1, target_modules=["embed_tokens"])
+    rename_keys(
+        folder, lambda name: name.replace(".lora_embedding_B", ".base_layer.lora_embedding_B")
+    )
+    found = {(v.code, v.subject) for v in violations_of(folder, spec)}
+    assert ("unknown_module", "model.embed_tokens.base_layer") in found
+
+
 def test_magnitudes_and_dora_in_the_config_go_together(
     base: Path, spec: BaseSpec, tmp_path: Path
 ) -> None:
@@ -307,6 +318,15 @@ def test_parts_are_served_on_a_whole(base: Path, tmp_path: Path) -> None:
     assert {m.module for m in manifest.modules} == {
         f"model.layers.{layer}.self_attn.qkv_proj" for layer in (0, 1)
     }
+
+
+def test_ranks_that_add_up_in_one_module_are_limited_together(base: Path, tmp_path: Path) -> None:
+    fused = spec_of(tiny_base(tmp_path / "fused", "phi3"))
+    folder = make_adapter(base, tmp_path / "a", seed=1, target_modules=["k_proj", "v_proj"])
+    assert validate(folder, fused, Limits(max_rank=8)).modules
+    found = violations_of(folder, fused, Limits(max_rank=7))
+    assert {v.code for v in found} == {"rank_over_limit"}
+    assert {v.message for v in found} == {"has rank 8; at most 7 is served"}
 
 
 def test_dora_of_a_projection_in_another_cut_is_refused(tmp_path: Path, spec: BaseSpec) -> None:

@@ -88,6 +88,7 @@ def test_a_feature_beyond_plain_lora_is_refused_by_name(field: str, value: Any) 
     ("field", "value"),
     [
         *[("r", value) for value in BAD_RANKS],
+        *[("lora_dropout", value) for value in ("x", 4.0, -0.1, None)],
         *[("lora_alpha", value) for value in BAD_ALPHAS],
         ("use_rslora", 1),
         ("use_dora", 0),

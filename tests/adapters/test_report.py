@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters.errors import AdapterRejected, Violation
+from adapters.errors import AdapterRejected, Violation, printable
 from adapters.manifest import (
     PAGE_RANK,
     WEIGHTS_FILE,
@@ -31,7 +31,6 @@ from adapters.report import (
     STATUSES,
     Report,
     accepted_report,
-    printable,
     refused_report,
 )
 from adapters.validation import Limits, validate

@@ -15,6 +15,7 @@ from adapters.peft_config import parse_config
 from adapters.targets import (
     MAX_PATTERN_LENGTH,
     MAX_PATTERNS,
+    LayerFilter,
     NameSelector,
     PatternError,
     PatternValues,
@@ -145,6 +146,18 @@ def test_a_pattern_that_cannot_be_evaluated_alike_is_refused(pattern: str) -> No
         NameSelector.of(pattern)
     with pytest.raises(PatternError):
         PatternValues({pattern: 1})
+
+
+def test_thousands_of_groups_take_no_time() -> None:
+    nested = "(" * 8000 + ")" * 8000
+    start = time.process_time()
+    selector, values = NameSelector.of(nested), PatternValues({nested: 1})
+    for i in range(300):
+        assert not selector.matches(f"model.layers.{i}.q_proj")
+        assert values.get(f"model.layers.{i}.q_proj", 0) == 0
+    assert time.process_time() - start < 2
+    with pytest.raises(PatternError, match="groups; at most 100"):
+        LayerFilter.of([0], ["(" * 101 + "a" + ")" * 101])
 
 
 def test_pattern_sizes_are_bounded() -> None:
