@@ -114,6 +114,8 @@ def _tokens(value: Any) -> tuple[int, ...]:
 
 
 def as_few_names(value: Any) -> list[str]:
+    if isinstance(value, str):
+        raise ValueError(f"is {shown(value)}; it must be a list of names")
     names = [] if value is None else _names(value)
     if len(names) > MAX_NAMES:
         raise ValueError(f"holds {len(names)} names; at most {MAX_NAMES} are served")

@@ -145,7 +145,7 @@ class _Finder:
             if path not in self.found.replaced:
                 message = (
                     f"is not in the file for its vocabulary of {size} tokens, of which the base "
-                    f"has {base.vocab_size}; save the adapter with save_embedding_layers=True"
+                    f"has {base.vocab_size}; save both whole, with modules_to_save"
                 )
                 self._report("vocabulary_mismatch", path, message)
         if f"{base.output_module}.bias" in base.parameters:

@@ -31,6 +31,9 @@ TOKENIZER_FILES: Mapping[str, int] = {
     "chat_template.json": 1 << 20,
 }
 MAX_ADDED_TOKENS = 4096
+#: Objects in one file: each added token is one, and more of them would take seconds to build.
+MAX_OBJECTS = 1 << 16
+MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKEN_LENGTH = 256
 MAX_TEMPLATE_LENGTH = 64 << 10
 
@@ -131,8 +134,11 @@ class _Token(msgspec.Struct, forbid_unknown_fields=True):
     special: bool = False
 
 
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+
+
 class _NumberedToken(_Token, kw_only=True):
-    id: Annotated[int, msgspec.Meta(ge=0)]
+    id: _TokenId
 
 
 class _Tokenizer(msgspec.Struct):
@@ -299,7 +305,7 @@ def _check_added(added: tuple[AddedToken, ...], base: BaseTokenizer) -> None:
 def _declared(config: Mapping[str, Any]) -> dict[int, _Token]:
     try:
         return msgspec.convert(
-            config.get("added_tokens_decoder", {}), dict[int, _Token], strict=False
+            config.get("added_tokens_decoder", {}), dict[_TokenId, _Token], strict=False
         )
     except msgspec.ValidationError as error:
         raise _NotUsable(f"tokenizer_config.json has bad added_tokens_decoder: {error}") from None
@@ -383,7 +389,10 @@ def _read(path: Path, limit: int) -> bytes | None:
     if status.st_size > limit:
         raise _NotUsable(f"{path.name} has {status.st_size} bytes; at most {limit} are taken")
     with open(path, "rb") as file:
-        return file.read(limit)
+        raw = file.read(limit)
+    if raw.count(b"{") > MAX_OBJECTS:
+        raise _NotUsable(f"{path.name} holds more than {MAX_OBJECTS} objects")
+    return raw
 
 
 def _listed(items: list[str], noun: str) -> str:

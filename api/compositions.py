@@ -19,6 +19,7 @@ from starlette.responses import Response
 from adapters.composition import COMBINATIONS, Composition, Source
 from adapters.manifest import CONFIG_FILE, WEIGHTS_FILE, AdapterRef, BaseSpec
 from api.body import read_body
+from api.disconnect import while_connected
 from api.errors import BadRequest
 from api.examination import Upload, examine, report_of
 from api.members import Members
@@ -26,8 +27,9 @@ from api.publication import publish, staged
 from api.records import version_record
 from api.refusals import refusal
 from api.schemas import AdapterChoice
-from api.services import Services, services_of, tenant_of
+from api.services import MAX_COMPOSING, Services, services_of, tenant_of
 from api.targets import find_adapter
+from base_engine.errors import QueueFull
 from registry.routing import check_name
 
 MAX_SOURCES = 32
@@ -60,7 +62,13 @@ async def create_composition(request: Request) -> Response:
     refs = _sources(services, tenant, asked)
     request_id = request.headers.get("idempotency-key") or uuid.uuid4().hex
     async with staged(services.blobs) as staging:
-        await _compose(_spec(services.engine.base, asked, refs, staging.path), staging.path)
+        spec = _spec(services.engine.base, asked, refs, staging.path)
+        if services.composing.locked():
+            raise QueueFull(
+                f"{MAX_COMPOSING} compositions are computed, the most at once", retry_after=10
+            )
+        async with services.composing:
+            await while_connected(request.receive, _compose(spec, staging.path))
         upload = Upload(
             tenant,
             asked.name,

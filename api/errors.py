@@ -29,6 +29,7 @@ from starlette.routing import Match, Route
 from adapters.errors import AdapterRejected, AdapterUnavailable
 from base_engine.errors import EngineStopped, NotInvoked, PromptTooLong, QueueFull, StepFailed
 from base_engine.sampler import LogitsNotFinite
+from base_engine.template_process import ChatTemplateBusy
 from base_engine.tokenizer import ChatTemplateError, ChatTemplateMissing
 from registry.errors import Conflict, InvalidName, NotFound, RegistryUnavailable, StorageFull
 
@@ -94,6 +95,7 @@ FAULTS: tuple[tuple[type[Exception], Fault], ...] = (
     (BodyTooLarge, Fault(413, _INVALID, "request_too_large")),
     (WrongMediaType, Fault(415, _INVALID, "unsupported_media_type")),
     (ClientDisconnect, Fault(400, _INVALID, "client_disconnected", "The client went away.")),
+    (ChatTemplateBusy, Fault(429, "rate_limit_error", "chat_template_busy", retry=True)),
     (ChatTemplateMissing, Fault(400, _INVALID, "chat_template_missing")),
     (ChatTemplateError, Fault(400, _INVALID, "chat_template_error")),
     (NotInvoked, Fault(400, _INVALID, "adapter_not_invoked")),

@@ -123,8 +123,9 @@ def _with_tokenizer(
     """
     if allowed and files.usable:
         if files.chat_template is not None:
+            special = {**engine.tokenizer.identity.special_tokens, **dict(files.special_tokens)}
             try:
-                check_template(files.chat_template)
+                check_template(files.chat_template, special)
             except ChatTemplateError as error:
                 violation = Violation("invalid_chat_template", "chat_template", str(error))
                 raise AdapterRejected([violation]) from None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
@@ -12,13 +13,17 @@ from base_engine.engine import Engine
 from registry.blobs import BlobStore
 from registry.store import RegistryStore
 
+#: Compositions that are computed at once: each takes a process and the sources' memory.
+MAX_COMPOSING = 2
+
 #: Who every request belongs to. An authentication middleware sets `scope["tenant"]` instead.
 DEFAULT_TENANT = "default"
 
 
 @dataclass(frozen=True)
 class Services:
-    """The long-lived parts of one server. `started` is the unix time at which it was ready."""
+    """The long-lived parts of one server. `started` is the unix time at which it was ready;
+    `composing` is held by each composition while it is computed."""
 
     settings: Settings
     engine: Engine
@@ -26,6 +31,7 @@ class Services:
     blobs: BlobStore
     metrics: Metrics
     started: int
+    composing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_COMPOSING))
 
 
 def services_of(request: Request) -> Services:

@@ -35,6 +35,10 @@ class ChatTemplateError(Exception):
     which limit it oversteps."""
 
 
+class ChatTemplateBusy(ChatTemplateError):
+    """There is no time to render the template now; it may be tried again."""
+
+
 @dataclass(frozen=True)
 class TemplateLimits:
     """What one render may take: wall-clock `seconds`, `memory` of its process and `output` in
@@ -114,11 +118,11 @@ class TemplateRenderer:
             if self._closed:
                 raise ChatTemplateError("the server is stopping")
             if self._rests(template):
-                raise ChatTemplateError(
+                raise ChatTemplateBusy(
                     "overstepped its limits several times just now; it is tried again in a while"
                 )
             if not self._has_room(template):
-                raise ChatTemplateError("waited too long for other chat templates to be rendered")
+                raise ChatTemplateBusy("waited too long for other chat templates to be rendered")
             self._busy.add(template)
             process = self._idle.pop(template, None)
             if process is None and len(self._idle) + len(self._busy) > self._most:

@@ -202,7 +202,9 @@ def refusals(options: Options) -> set[str]:
     if options.get("alora_invocation_tokens"):
         # Together with anything that changes what comes before the invocation.
         found.add("invalid_combination")
-    if options.get("trainable_token_indices") and options.get("modules_to_save"):
+    saved, targets = options.get("modules_to_save"), options["target_modules"]
+    if options.get("trainable_token_indices") and (saved or "lm_head" in targets):
+        # Two changes of one module, also through a tied head.
         found.add("unsupported_target")
     if options.get("added_tokens") and {*_ENDS} & {*options["target_modules"]}:
         # Of the head in the new size, or where PEFT saves the embedding alone.

@@ -218,7 +218,7 @@ def make_adapter(
     if model.config.model_type == "gpt2":
         options["fan_in_fan_out"] = True  # PEFT warns otherwise, and sets it
     if added_tokens:
-        _resize(model, VOCAB + added_tokens, seed)
+        _resize(model, model.config.vocab_size + added_tokens, seed)
     peft_model = get_peft_model(model, LoraConfig(**(options | lora_config)))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in peft_model.named_parameters():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from adapters.manifest import AddedToken
 from adapters.tokenizer_files import (
+    MAX_OBJECTS,
     MAX_TEMPLATE_LENGTH,
     BaseTokenizer,
     TokenizerFiles,
@@ -268,6 +270,27 @@ def test_sizes_are_checked_before_anything_is_read(tmp_path: Path, base: BaseTok
     with open(tmp_path / "tokenizer.json", "wb") as file:
         file.truncate(65 << 20)
     assert "at most 67108864 are taken" in refusal(tmp_path, base)
+
+
+def test_a_crowd_of_tokens_is_not_even_read(upload: Path, base: BaseTokenizer) -> None:
+    add(upload, *(token(261 + i, f"<{i}>") for i in range(MAX_OBJECTS)))
+    start = time.process_time()
+    assert f"more than {MAX_OBJECTS} objects" in refusal(upload, base)
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize("id_", [2**31, 2**40, 2**62, 2**70, -7])
+def test_ids_that_no_tokenizer_has_are_a_finding(
+    upload: Path, base: BaseTokenizer, id_: int
+) -> None:
+    add(upload, token(id_, "<x>"))
+    assert refusal(upload, base)
+    save_tokenizer(upload)
+    change(
+        upload / "tokenizer_config.json",
+        lambda d: d.update(added_tokens_decoder={str(id_): {"content": "<x>"}}),
+    )
+    assert refusal(upload, base)
 
 
 def test_links_are_not_followed(tmp_path: Path, base_folder: Path, base: BaseTokenizer) -> None:
