@@ -17,12 +17,17 @@ class Violation:
     """One reason to refuse an upload.
 
     `code` is a stable identifier (`rank_mismatch`), `subject` names the file, config field or
-    tensor concerned, `message` says what was found and what is allowed.
+    tensor concerned, `message` says what was found and what is allowed. One that sums up others,
+    which are not listed, has their `count`.
     """
 
     code: str
     subject: str
     message: str
+    count: int = 1
+
+    def to_json(self) -> dict[str, str]:
+        return {"code": self.code, "subject": self.subject, "message": self.message}
 
 
 class AdapterError(Exception):
@@ -56,7 +61,7 @@ def printable(text: str) -> str:
 _MOST_CHARACTERS = 400
 _MOST_CODES = 3
 #: What an adapter of another base model is refused for, tensor by tensor.
-_FOREIGN = ("shape_mismatch", "unknown_module", "layer_out_of_range", "incomplete_adapter")
+_FOREIGN = ("shape_mismatch", "unknown_module", "layer_out_of_range")
 
 
 def _summary(violations: Sequence[Violation]) -> str:
@@ -64,21 +69,22 @@ def _summary(violations: Sequence[Violation]) -> str:
     groups: dict[str, list[Violation]] = {}
     for violation in violations:
         groups.setdefault(violation.code, []).append(violation)
-    foreign = sum(len(groups.get(code, ())) for code in _FOREIGN)
+    counts = {code: sum(v.count for v in group) for code, group in groups.items()}
+    foreign = sum(counts.get(code, 0) for code in _FOREIGN)
     hint = ""
-    if foreign > 2 and 2 * foreign > len(violations):
+    if foreign > 2 and 2 * foreign > sum(counts.values()):
         hint = "This adapter seems to be trained on another base model. "
     if len(violations) == 1:
         text = f"{hint}The adapter is refused: {_described(violations[0])}."
     else:
         causes = [
-            f"{code} ({len(group)}){', first' if len(group) > 1 else ''}: "
+            f"{code} ({counts[code]}){', first' if counts[code] > 1 else ''}: "
             + _cut(_described(group[0]), 120)
             for code, group in list(groups.items())[:_MOST_CODES]
         ]
         if len(groups) > _MOST_CODES:
             causes.append(f"and {len(groups) - _MOST_CODES} more kinds")
-        text = f"{hint}Refused for {len(violations)} reasons: {'; '.join(causes)}."
+        text = f"{hint}Refused for {sum(counts.values())} reasons: {'; '.join(causes)}."
     return _cut(printable(text), _MOST_CHARACTERS)
 
 

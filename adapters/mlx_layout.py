@@ -260,5 +260,5 @@ def _listed(violations: list[Violation]) -> list[Violation]:
     for code, count in counts.items():
         if count > MAX_LISTED:
             more = f"and {count - MAX_LISTED} more of this kind"
-            listed.append(Violation(code, CONFIG_FILE, more))
+            listed.append(Violation(code, CONFIG_FILE, more, count - MAX_LISTED))
     return listed

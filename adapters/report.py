@@ -33,7 +33,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from adapters.errors import AdapterRejected, Violation, printable
@@ -152,7 +151,7 @@ def _report(
         "tokenizer": [printable(text) for text in tokenizer],
         "warnings": [printable(text) for text in warnings],
         "violations": [
-            {name: printable(text) for name, text in asdict(violation).items()}
+            {name: printable(text) for name, text in violation.to_json().items()}
             for violation in violations
         ],
         "tensor_counts": {name: counts[name] for name in STATUSES},

@@ -132,7 +132,9 @@ class _Report:
             return
         violations = [violation for listed in self._found.values() for violation in listed]
         for code, count in self._omitted.items():
-            violations.append(Violation(code, WEIGHTS_FILE, f"and {count} more of this kind"))
+            violations.append(
+                Violation(code, WEIGHTS_FILE, f"and {count} more of this kind", count)
+            )
         raise AdapterRejected(violations)
 
 

@@ -28,7 +28,7 @@ from api.records import version_record
 from api.refusals import refusal
 from api.schemas import AdapterChoice
 from api.services import MAX_COMPOSING, Services, services_of, tenant_of
-from api.targets import find_adapter
+from api.targets import find_summand
 from base_engine.errors import QueueFull
 from registry.routing import check_name
 
@@ -103,9 +103,7 @@ def _sources(services: Services, tenant: str, asked: CompositionRequest) -> list
     refs: list[AdapterRef] = []
     for i, choice in enumerate(asked.adapters):
         where = f"adapters[{i}]"
-        ref = find_adapter(services, tenant, choice.name)
-        if ref is None:
-            raise BadRequest(f"{where}.name: is the base, not an adapter.", f"{where}.name")
+        ref = find_summand(services, tenant, choice.name, where)
         if not ref.manifest.plain:
             message = (
                 f"{where}: {ref.name} is more than LoRA on linear layers; it can't be composed."

@@ -164,7 +164,7 @@ def error_body(error: Exception) -> dict[str, Any]:
         "code": getattr(error, "code", None) or fault.code,
     }
     if isinstance(error, AdapterRejected):
-        body["violations"] = [msgspec.to_builtins(v) for v in error.violations]
+        body["violations"] = [violation.to_json() for violation in error.violations]
         if error.report is not None:
             return {"error": body, "report": error.report}
     return {"error": body}

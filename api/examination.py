@@ -100,7 +100,8 @@ def _validated(engine: Engine, settings: Settings, upload: Upload) -> AdapterMan
     )
     manifest = validate(folder, engine.base, limits, notes, parameters=engine.decoder.parameter)
     manifest = replace(manifest, tokenizer=files.findings)
-    return _with_tokenizer(engine, manifest, files, settings.may_bring_tokenizer(upload.tenant))
+    allowed = settings.may_bring_tokenizer(upload.tenant)
+    return _with_tokenizer(engine, manifest, files, upload.tenant, allowed=allowed)
 
 
 def _check_digest(upload: Upload) -> None:
@@ -115,7 +116,12 @@ def _check_digest(upload: Upload) -> None:
 
 
 def _with_tokenizer(
-    engine: Engine, manifest: AdapterManifest, files: TokenizerFiles, allowed: bool
+    engine: Engine,
+    manifest: AdapterManifest,
+    files: TokenizerFiles,
+    tenant: str,
+    *,
+    allowed: bool,
 ) -> AdapterManifest:
     """`manifest` with the upload's added tokens and chat template, if the tenant may have them.
 
@@ -145,7 +151,7 @@ def _with_tokenizer(
         if allowed:
             message += f"must be uploaded with it ({'; '.join(files.findings) or 'none came'})"
         else:
-            message += "is only used if the operator allows it (--adapter-tokenizers)"
+            message += f"is only used if the operator allows it (--adapter-tokenizers {tenant})"
         raise AdapterRejected([Violation("tokenizer_needed", WEIGHTS_FILE, message)])
     beyond = [token for token in manifest.added_tokens if token.id >= known]
     if beyond:

@@ -142,7 +142,8 @@ class Members:
             if lower == "adapter_model.bin":
                 message = (
                     f"is a pickle, which may run anything when it is loaded; scripts/check_adapter "
-                    f"FOLDER --convert writes it as {WEIGHTS_FILE} without running it"
+                    f"FOLDER --convert writes it as {WEIGHTS_FILE} without running it: send that "
+                    "alone"
                 )
             self.refuse("unexpected_weights", name, message)
         elif is_archive(base):

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from adapters.composition import COMBINATIONS
 from api.errors import BadRequest
 from api.members import printable
 
@@ -29,6 +30,8 @@ NOT_SUPPORTED = frozenset(
 _CHOICES = {
     "role": "is not one of system, developer, user and assistant",
     "type": 'is not taken here; only parts of type "text" are',
+    "combination_type": f"is not one of {', '.join(COMBINATIONS)}",
+    "majority_sign_method": "is not one of total and frequency",
     "include_obfuscation": "is not supported; only false is taken",
 }
 _KINDS = {

@@ -102,7 +102,9 @@ class Settings:
     max_body: ByteSize = _setting(4 << 20, "largest JSON body", low=1 << 10)
     max_rank: int = _setting(256, "largest LoRA rank taken", low=1, high=4096)
     adapter_tokenizers: str | None = _setting(
-        None, "tenants whose uploads may bring added tokens and a chat template, or * for all"
+        None,
+        "tenants whose uploads may bring added tokens and a chat template, or * for all; without "
+        "authentication there is one, called default",
     )
     max_running: int = _setting(32, "sequences generated at once", low=1, high=4096)
     max_waiting: int = _setting(256, "sequences queued before 429", low=1, high=1 << 16)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from adapters.errors import AdapterUnavailable
 from adapters.manifest import AdapterRef, WeightedAdapter
-from api.errors import BadRequest
+from api.errors import BadRequest, Missing
 from api.schemas import Sampling
 from api.services import Services
 from base_engine.request import SamplingParams
@@ -39,9 +39,11 @@ class Target:
     def fingerprint(self) -> str:
         if not self.adapters:
             return "fp_base"
-        if self._single:
+        if self._single and not self.adapters[0].ref.manifest.speaks:
             return "fp_" + self.adapters[0].ref.digest[:16]
-        parts = sorted(f"{item.ref.digest}*{item.weight!r}" for item in self.adapters)
+        parts = sorted(
+            f"{item.ref.digest}*{item.weight!r}{item.ref.manifest.speech}" for item in self.adapters
+        )
         return "fp_" + hashlib.sha256("+".join(parts).encode()).hexdigest()[:16]
 
     @property
@@ -120,6 +122,18 @@ def find_adapter(services: Services, tenant: str, model: str) -> AdapterRef | No
     return AdapterRef(route.version.digest, name, folder, route.version.manifest)
 
 
+def find_summand(services: Services, tenant: str, name: str, where: str) -> AdapterRef:
+    """The adapter version `name` in the list entry `where`. Raises Missing, BadRequest, and what
+    `find_adapter` does."""
+    try:
+        ref = find_adapter(services, tenant, name)
+    except NotFound as error:
+        raise Missing(str(error), f"{where}.name", "model_not_found") from None
+    if ref is None:
+        raise BadRequest(f"{where}.name: is the base, not an adapter.", f"{where}.name")
+    return ref
+
+
 def _weighted(services: Services, tenant: str, body: Sampling) -> tuple[WeightedAdapter, ...]:
     base = services.engine.base.name
     if body.model != base:
@@ -128,9 +142,7 @@ def _weighted(services: Services, tenant: str, body: Sampling) -> tuple[Weighted
     found: dict[str, WeightedAdapter] = {}
     for i, choice in enumerate(body.adapters or ()):
         where = f"adapters[{i}]"
-        ref = find_adapter(services, tenant, choice.name)
-        if ref is None:
-            raise BadRequest(f"{where}.name: is the base, not an adapter.", f"{where}.name")
+        ref = find_summand(services, tenant, choice.name, where)
         if ref.digest in found:
             first = found[ref.digest].ref.name
             message = f"{where}.name: has the same weights as {first}; give their sum once."

@@ -1,10 +1,11 @@
 """The parity table: every feature in every situation, measured against PEFT.
 
-`python -m tests.parity` measures everything anew and writes docs/parity.md.
+Run, it measures everything anew, which takes some minutes, and writes docs/parity.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -174,6 +175,7 @@ def _difference(base: Path, oracle: Path, asked: GenerateRequest, got: Answer) -
 
 def main() -> int:
     """Measure everything, write the page, and say what is not equal."""
+    argparse.ArgumentParser("scripts/parity_table", description=__doc__).parse_args()
     rows = []
     for feature, found in table():
         rows.append((feature, found))
