@@ -84,7 +84,7 @@ def _shape(draw: st.DrawFn, tensors: dict[str, Tensor], name: str, other: str) -
     if kind == "reshape":
         tensors[name] = tensor.reshape(draw(st.sampled_from(shapes)))
     elif kind == "transpose":
-        tensors[name] = tensor.T
+        tensors[name] = tensor.permute(*reversed(range(tensor.ndim)))
     elif kind == "pad":
         tensors[name] = torch.cat([tensor, tensor.narrow(axis, 0, 1)], axis)
     else:
