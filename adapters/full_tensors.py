@@ -77,6 +77,7 @@ class _Finder:
         # may differ from the base's.
         self._loaded: dict[str, tuple[TensorEntry, bool]] = {}
         self._biases: set[str] = set()
+        self._renamed = {name for name, _ in roles.mapped}
         self.found = FullTensors()
 
     def assign(self, role: Role, tensor: TensorEntry) -> None:
@@ -236,7 +237,8 @@ class _Finder:
         place = ("base", 1) if self._expected.wrappers(module, self._base) else ("parameter", 0)
         place = ("token base", 1) if module in self._expected.tokens else place
         larger = tensor.shape[0] > self._base.vocab_size
-        if (role.kind, role.levels) != place:
+        # PEFT loads it for its name alone: under another one it would be left out.
+        if (role.kind, role.levels) != place or tensor.name in self._renamed:
             if self._contents.equals_base(tensor, path):
                 self.found.unused.append((tensor.name, "equals the base's"))
                 return

@@ -90,6 +90,21 @@ def test_copies_where_peft_does_not_look_are_refused(base: Path, tmp_path: Path)
     assert _validated(base, folder).unused == ((name, "equals the base's"),)
 
 
+def test_an_embedding_under_a_name_that_peft_does_not_load_is_refused(
+    base: Path, tmp_path: Path
+) -> None:
+    """PEFT would leave it out, however clear what it is meant to be; the base's own may be there."""
+    folder = make_adapter(base, tmp_path / "a", seed=1, target_modules=["q_proj"])
+    own = parameters_of(base)("model.embed_tokens.weight").clone()
+    name = "base_model.model.embed_tokens.weight"
+    edit_weights(folder, lambda t: t.update({name: own + 1}))
+    found = violations_of(folder, spec_of(base), parameters=parameters_of(base))
+    assert [(v.code, v.subject) for v in found] == [("unsupported_tensor", name)]
+    edit_weights(folder, lambda t: t.update({name: own}))
+    manifest = validate(folder, spec_of(base), Limits(), parameters=parameters_of(base))
+    assert (name, "equals the base's") in manifest.unused and not manifest.replaced
+
+
 def test_embeddings_saved_beside_lora_replace_the_bases(base: Path, tmp_path: Path) -> None:
     """save_embedding_layers=True without modules_to_save: PEFT loads them into the base."""
     options: dict[str, Any] = {"target_modules": ["q_proj"], "save_embedding_layers": True}
