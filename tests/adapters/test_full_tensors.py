@@ -93,7 +93,7 @@ def test_copies_where_peft_does_not_look_are_refused(base: Path, tmp_path: Path)
 def test_an_embedding_under_a_name_that_peft_does_not_load_is_refused(
     base: Path, tmp_path: Path
 ) -> None:
-    """PEFT would leave it out, however clear what it is meant to be; the base's own may be there."""
+    """PEFT would leave it out, however clear what it is meant to be."""
     folder = make_adapter(base, tmp_path / "a", seed=1, target_modules=["q_proj"])
     own = parameters_of(base)("model.embed_tokens.weight").clone()
     name = "base_model.model.embed_tokens.weight"
