@@ -165,12 +165,12 @@ def _configs(good: Mapping[str, bytes]) -> Iterator[Hostile]:
     yield of("rank 10**9", "rank_mismatch", json.dumps(config | {"r": 10**9}).encode())
     for pattern, code in _TARGETS.items():
         text = json.dumps(config | {"target_modules": pattern}).encode()
-        yield of(f"target_modules {pattern[:40]!r}", code, text)
+        yield of(f"target_modules {pattern[:40]!r} of {len(pattern)}", code, text)
         if code == "invalid_pattern":
             text = json.dumps(config | {"exclude_modules": pattern}).encode()
-            yield of(f"exclude_modules {pattern[:40]!r}", code, text)
+            yield of(f"exclude_modules {pattern[:40]!r} of {len(pattern)}", code, text)
             text = json.dumps(config | {"rank_pattern": {pattern: 4}}).encode()
-            yield of(f"rank_pattern {pattern[:40]!r}", code, text)
+            yield of(f"rank_pattern {pattern[:40]!r} of {len(pattern)}", code, text)
     twice = json.dumps(config)[:-1] + ', "r": 8}'
     yield of("a key twice", "invalid_adapter_config", twice.encode())
     yield of("deep nesting", "invalid_adapter_config", b'{"a":' * 100_000)
