@@ -10,6 +10,7 @@ from __future__ import annotations
 import unicodedata
 from dataclasses import replace
 
+from adapters import errors
 from adapters.errors import Violation
 from adapters.foreign import MLX_WEIGHTS_FILE
 from adapters.manifest import CONFIG_FILE, WEIGHTS_FILE
@@ -165,7 +166,7 @@ def is_archive(name: str) -> bool:
 
 def printable(name: str) -> str:
     """`name` fit for a message: escaped and cut to 100 characters."""
-    escaped = name.encode("unicode_escape").decode("ascii") if not name.isprintable() else name
+    escaped = errors.printable(name)
     return escaped if len(escaped) <= 100 else escaped[:97] + "..."
 
 
